@@ -1,0 +1,47 @@
+"""clipless: train PyTorch models with differential privacy, with no clipping threshold to tune."""
+
+from clipless import oracle
+from clipless.accounting import Ledger, Spent, epsilon, noise_multiplier
+from clipless.clipping import Clipping, abadi, auto_s, auto_v, global_
+from clipless.errors import (
+    BudgetSpent,
+    CliplessError,
+    InvalidArgument,
+    InvalidType,
+    Misuse,
+    Unsound,
+    UnsupportedModule,
+)
+from clipless.grads import ClippedSum, clipped_sum
+from clipless.plan import PrivacyPlan
+from clipless.preflight import CheckReport, check
+from clipless.private import Private, make_private
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetSpent",
+    "CheckReport",
+    "CliplessError",
+    "ClippedSum",
+    "Clipping",
+    "InvalidArgument",
+    "InvalidType",
+    "Ledger",
+    "Misuse",
+    "PrivacyPlan",
+    "Private",
+    "Spent",
+    "Unsound",
+    "UnsupportedModule",
+    "abadi",
+    "auto_s",
+    "auto_v",
+    "check",
+    "clipped_sum",
+    "epsilon",
+    "global_",
+    "make_private",
+    "noise_multiplier",
+    "oracle",
+]

@@ -1,0 +1,138 @@
+"""Clipping rules: how much of each record's gradient enters the sum, from its norm and a threshold.
+
+A rule maps norms [G,B] and thresholds [G,1] to factors [G,B] and keeps one promise: `factor * norm <= threshold`, and a
+norm that is not finite gets factor 0. So every rule has the same sensitivity and the same privacy cost.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clipless.errors import InvalidType, unknown_name
+from clipless.thresholds import Constant, ThresholdPolicy, positive
+
+Rule = Callable[[Tensor, Tensor], Tensor]
+Groups = str | Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Abadi:
+    """Scale down to the threshold, leave smaller gradients alone. Guarantee: factor * norm <= threshold."""
+
+    def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
+        norms, usable = _usable(norms)
+        return torch.where(usable, (thresholds / norms).clamp(max=1.0), 0.0)
+
+
+@dataclass(frozen=True)
+class AutoV:
+    """Scale every gradient to the threshold; a zero gradient stays zero. Guarantee: factor * norm <= threshold."""
+
+    def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
+        norms, usable = _usable(norms)
+        factors = thresholds / norms
+        return torch.where(usable & factors.isfinite(), factors, 0.0)
+
+
+@dataclass(frozen=True)
+class AutoS:
+    """Scale by threshold / (norm + gamma), which keeps the order of norms. Guarantee: factor * norm < threshold."""
+
+    gamma: float = 0.01
+
+    def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
+        norms, _ = _usable(norms)
+        return torch.where(norms.isfinite(), thresholds / (norms + self.gamma), 0.0)
+
+
+@dataclass(frozen=True)
+class Global:
+    """Keep or drop: factor 1/ratio up to the cutoff `ratio * threshold`, else 0. Guarantee: factor * norm <= threshold."""
+
+    ratio: float = 1.0
+
+    def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
+        norms, _ = _usable(norms)
+        return torch.where(norms <= self.ratio * thresholds, 1.0 / self.ratio, 0.0)
+
+
+def _usable(norms: Tensor) -> tuple[Tensor, Tensor]:
+    """The norms in at least float32, so that a factor is not rounded up in bfloat16, and which can be divided by."""
+    norms = norms.to(torch.promote_types(norms.dtype, torch.float32))
+    return norms, norms.isfinite() & (norms > 0)
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """A way to bound each record's share: a rule, a policy that sets its thresholds, and a partition of the parameters.
+
+    `allocation` says how the noise is divided over the groups: "uniform", the same standard deviation for every
+    coordinate, or "equal-budget", in proportion to each group's threshold.
+    """
+
+    name: str
+    rule: Rule
+    policy: ThresholdPolicy
+    groups: Groups = "flat"
+    allocation: str = "uniform"
+
+
+def abadi(threshold: float | Sequence[float] = 1.0, groups: Groups = "flat", allocation: str = "uniform") -> Clipping:
+    """Classic DP-SGD clipping, min(1, R/norm). A single threshold is shared out as R/√G over G groups."""
+    return Clipping("abadi", Abadi(), Constant(threshold), groups, allocation)
+
+
+def auto_v(threshold: float | Sequence[float] = 1.0, groups: Groups = "flat", allocation: str = "uniform") -> Clipping:
+    """Automatic clipping without stability constant, R/norm."""
+    return Clipping("auto-v", AutoV(), Constant(threshold), groups, allocation)
+
+
+def auto_s(
+    gamma: float = 0.01,
+    threshold: float | Sequence[float] = 1.0,
+    groups: Groups = "flat",
+    allocation: str = "uniform",
+) -> Clipping:
+    """Automatic clipping, R/(norm + gamma): the default of the library, nothing to tune.
+
+    >>> auto_s().rule(torch.tensor([[0.0, 0.99]]), torch.tensor([[1.0]]))
+    tensor([[100.,   1.]])
+    """
+    return Clipping("auto-s", AutoS(positive("gamma", gamma)), Constant(threshold), groups, allocation)
+
+
+def global_(
+    cutoff: float = 1.0, threshold: float | None = None, groups: Groups = "flat", allocation: str = "uniform"
+) -> Clipping:
+    """Keep a gradient whose norm is at most the cutoff Z, scaled by R/Z, and drop the rest. Without a threshold R = Z."""
+    bound = positive("cutoff", cutoff) if threshold is None else positive("threshold", threshold)
+    return Clipping("global", Global(positive("cutoff", cutoff) / bound), Constant(bound), groups, allocation)
+
+
+CLIPPINGS: Mapping[str, Callable[[], Clipping]] = {
+    "auto-s": auto_s,
+    "auto-v": auto_v,
+    "abadi": abadi,
+    "global": global_,
+}
+
+
+def as_clipping(clipping: str | Clipping) -> Clipping:
+    """The clipping that a name stands for, or the object itself.
+
+    >>> as_clipping("abadi").rule
+    Abadi()
+    """
+    if isinstance(clipping, Clipping):
+        if clipping.allocation not in ("uniform", "equal-budget"):
+            raise unknown_name("allocation", clipping.allocation, ["uniform", "equal-budget"])
+        return clipping
+    if not isinstance(clipping, str):
+        raise InvalidType(
+            f"clipping must be a name such as 'auto-s' or an object such as clipless.auto_s(), got {clipping!r}."
+        )
+    if clipping not in CLIPPINGS:
+        raise unknown_name("clipping", clipping, CLIPPINGS)
+    return CLIPPINGS[clipping]()

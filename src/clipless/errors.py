@@ -1,0 +1,48 @@
+"""What clipless refuses, and with which exception.
+
+Every message says what is wrong and what to do about it. Each class also derives from the built-in exception that a
+caller would expect, so `except ValueError` works without knowing clipless.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class CliplessError(Exception):
+    """Base class of everything clipless raises on purpose."""
+
+
+class InvalidArgument(CliplessError, ValueError):
+    """A value that cannot be meant: epsilon <= 0, an unknown name, arguments that contradict each other."""
+
+
+class InvalidType(CliplessError, TypeError):
+    """An argument of the wrong kind: a list where a model is due."""
+
+
+class UnsupportedModule(CliplessError, RuntimeError):
+    """A module or a use of a parameter for which no bound per record exists."""
+
+
+class Misuse(CliplessError, RuntimeError):
+    """The training loop does something that would break the promise: a foreign batch, a step without its backward."""
+
+
+class BudgetSpent(CliplessError, RuntimeError):
+    """The planned number of private steps has been taken."""
+
+
+class Unsound(CliplessError, RuntimeError):
+    """`clipless.check` found that the model, the loss or the engine breaks the declared sensitivity."""
+
+
+def unknown_name(kind: str, name: object, valid: Iterable[str]) -> InvalidArgument:
+    """The error for a name that is not in a registry, with the nearest one that is.
+
+    >>> str(unknown_name("accountant", "pdl", ["pld", "rdp", "gdp"]))
+    "unknown accountant 'pdl': did you mean 'pld'? Valid: 'pld', 'rdp', 'gdp'."
+    """
+    names = list(valid)
+    near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return InvalidArgument(f"unknown {kind} {name!r}: {hint}Valid: {', '.join(map(repr, names))}.")

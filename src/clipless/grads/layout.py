@@ -1,0 +1,96 @@
+"""Where the records are: which inputs of each module carry one row per record.
+
+A size that equals the number of records may be a coincidence (a table of 32 positions, a batch of 32), and reading
+positions as records would bound the wrong thing. So the first batch is accompanied by a second forward pass with another
+number of records, without gradients and without touching the random state: what changes its shape carries records.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from clipless.errors import UnsupportedModule
+
+Shapes = tuple[torch.Size, ...]
+Place = tuple[str, int]
+
+
+class Layout:
+    """What has been learned of the inputs at each place, a place being (module name, number of the call)."""
+
+    def __init__(self) -> None:
+        self._probed: dict[Place, Shapes] = {}
+        self._batched: dict[Place, tuple[bool, ...]] = {}
+        self.entries: set[str] = set()
+
+    def note(self, place: Place, shapes: Shapes) -> None:
+        """Remember the shapes that the probe saw."""
+        self._probed[place] = shapes
+
+    def batched(self, place: Place, shapes: Shapes, records: int) -> tuple[bool, ...]:
+        """For each input tensor at the place: does it carry one row per record, in its first dimension?"""
+        known = self._batched.get(place)
+        if known is None or len(known) != len(shapes):
+            probed = self._probed.get(place)
+            if probed is None or len(probed) != len(shapes):
+                return tuple(len(shape) > 0 and shape[0] == records for shape in shapes)
+            known = tuple(now != then for now, then in zip(shapes, probed, strict=True))
+            self._batched[place] = known
+        for shape, per_record in zip(shapes, known, strict=True):
+            if per_record and (len(shape) == 0 or shape[0] != records):
+                raise UnsupportedModule(
+                    f"module {place[0]!r} got an input of shape {tuple(shape)} for a batch of {records} records, so its "
+                    "rows are not the records. clipless needs the records in the first dimension, one row each: keep "
+                    "them there (batch_first=True, no flattening of records with positions)."
+                )
+        return known
+
+
+def shapes_of(values: Any) -> Shapes:
+    """Shapes of all tensors in a structure, in a fixed order."""
+    return tuple(leaf.shape for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def resized(values: Any, records: int, target: int) -> Any:
+    """The structure with every tensor of `records` rows cut or repeated to `target` rows."""
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != records:
+            return leaf
+        if records == 0:
+            return leaf.new_zeros(target, *leaf.shape[1:])
+        return leaf[torch.arange(target, device=leaf.device) % records]
+
+    return pytree.tree_map(resize, values)
+
+
+def probe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], records: int) -> bool:
+    """Run the module on another number of records; False if it cannot. The caller's hooks note the shapes."""
+    target = 3 if records == 2 else 2
+    args, kwargs = resized((args, kwargs), records, target)
+    with torch.no_grad(), random_state_kept(module):
+        try:
+            module(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+            return False
+    return True
+
+
+@contextmanager
+def random_state_kept(module: nn.Module) -> Iterator[None]:
+    """Whatever is drawn inside, torch's generators are left as they were."""
+    with torch.random.fork_rng(devices=_cuda_devices(module)):
+        yield
+
+
+def random_state(module: nn.Module) -> list[Tensor]:
+    """The states of the generators that the module may draw from."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _cuda_devices(module))]
+
+
+def _cuda_devices(module: nn.Module) -> list[torch.device]:
+    return list({parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"})

@@ -1,0 +1,150 @@
+"""Pieces: one parameter's share of the gradient, record by record, in whichever form is cheap to hold.
+
+Index legend: b record, t position, i in, o out, v row of a table.
+"""
+
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CANCELLATION = 4096.0
+
+
+class Piece(Protocol):
+    """A parameter's per-record gradients g_b, not necessarily written out."""
+
+    @property
+    def sq_norms(self) -> Tensor:
+        """‖g_b‖² for every record, [b]."""
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """Σ_b factors[b]·g_b, of the parameter's shape."""
+
+    def per_record(self) -> Tensor:
+        """All g_b written out, [b, *shape]."""
+
+    def keep(self, mask: Tensor) -> "Piece":
+        """The same piece with the records outside the mask replaced by exact zeros, be they NaN or infinite."""
+
+
+def sq_norm(rows: Tensor) -> Tensor:
+    """Squared length of each row of a buffer, [b]; `vector_norm` is much faster than a sum of squares."""
+    return torch.linalg.vector_norm(rows.flatten(1), dim=1).square()
+
+
+def kept(rows: Tensor, mask: Tensor) -> Tensor:
+    """The rows with those outside the mask set to zero, also where they are not finite."""
+    return torch.where(mask.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
+
+
+def scaled(rows: Tensor, factors: Tensor) -> Tensor:
+    """Every row times its factor."""
+    return rows * factors.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
+
+
+class Instantiated:
+    """Per-record gradients written out: norm and weighted sum read the same buffer."""
+
+    def __init__(self, grads: Tensor) -> None:
+        self.grads = grads
+
+    @cached_property
+    def sq_norms(self) -> Tensor:
+        return sq_norm(self.grads)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        flat = self.grads.flatten(1)
+        return (factors.to(flat.dtype) @ flat).view(self.grads.shape[1:])
+
+    def per_record(self) -> Tensor:
+        return self.grads
+
+    def keep(self, mask: Tensor) -> "Instantiated":
+        return Instantiated(kept(self.grads, mask))
+
+
+class OuterProducts:
+    """g_b = Σ_t grads[b,t]ᵀ acts[b,t], as for the weight of a linear layer, never written out where T is short."""
+
+    def __init__(self, acts: Tensor, grads: Tensor) -> None:
+        self.acts, self.grads = acts, grads  # [b,t,i] [b,t,o]
+
+    @cached_property
+    def sq_norms(self) -> Tensor:
+        _, t, i = self.acts.shape
+        if t == 1:
+            return sq_norm(self.acts) * sq_norm(self.grads)
+        if 2 * t * t > i * self.grads.shape[2]:
+            return sq_norm(self._written_out)
+        return self._ghost()
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        if "_written_out" in self.__dict__:
+            return Instantiated(self._written_out).weighted_sum(factors)
+        return scaled(self.grads, factors).flatten(0, 1).mT @ self.acts.flatten(0, 1)
+
+    def per_record(self) -> Tensor:
+        return self._written_out
+
+    def keep(self, mask: Tensor) -> "OuterProducts":
+        return OuterProducts(kept(self.acts, mask), kept(self.grads, mask))
+
+    @cached_property
+    def _written_out(self) -> Tensor:
+        return self.grads.mT @ self.acts  # [b,o,i]
+
+    def _ghost(self) -> Tensor:
+        """Norms from two Gram matrices, T×T. Where the positions of a record nearly cancel, rounding could make the
+        norm too small and the record's share too large: those records are written out instead."""
+        gram_a, gram_g = self.acts @ self.acts.mT, self.grads @ self.grads.mT
+        sq_norms = torch.linalg.vecdot(gram_a.flatten(1), gram_g.flatten(1))
+        lengths = (gram_a.diagonal(dim1=1, dim2=2) * gram_g.diagonal(dim1=1, dim2=2)).clamp(min=0).sqrt().sum(1)
+        unsure = ~(sq_norms * CANCELLATION >= lengths.square())
+        if unsure.any():
+            sq_norms[unsure] = sq_norm(self.grads[unsure].mT @ self.acts[unsure])
+        return sq_norms
+
+
+class Scattered:
+    """g_b adds grads[b,t] to row indices[b,t] of a table [v,d], as for an embedding; the table is never repeated."""
+
+    def __init__(self, indices: Tensor, grads: Tensor, rows: int) -> None:
+        self.indices, self.grads, self.rows = indices, grads, rows  # [b,t] [b,t,d]
+
+    @cached_property
+    def sq_norms(self) -> Tensor:
+        b, _, d = self.grads.shape
+        records = torch.arange(b, device=self.indices.device).unsqueeze(1)
+        slots, slot_of = torch.unique(self.indices + records * self.rows, return_inverse=True)
+        sums = self.grads.new_zeros(len(slots), d).index_add_(0, slot_of.flatten(), self.grads.flatten(0, 1))
+        return self.grads.new_zeros(b).index_add_(0, slots // self.rows, sq_norm(sums))
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        rows = scaled(self.grads, factors).flatten(0, 1)
+        return rows.new_zeros(self.rows, rows.shape[1]).index_add_(0, self.indices.flatten(), rows)
+
+    def per_record(self) -> Tensor:
+        b, _, d = self.grads.shape
+        index = self.indices.unsqueeze(2).expand_as(self.grads)
+        return self.grads.new_zeros(b, self.rows, d).scatter_add_(1, index, self.grads)
+
+    def keep(self, mask: Tensor) -> "Scattered":
+        return Scattered(self.indices, kept(self.grads, mask), self.rows)
+
+
+def combine(uses: list[Piece]) -> Piece:
+    """One piece for a parameter that was used several times: its gradient is the sum over the uses."""
+    first, *rest = uses
+    if not rest:
+        return first
+    if all(isinstance(use, OuterProducts) for use in uses):
+        return OuterProducts(torch.cat([u.acts for u in uses], 1), torch.cat([u.grads for u in uses], 1))  # type: ignore[attr-defined]
+    if all(isinstance(use, Scattered) for use in uses):
+        indices = torch.cat([u.indices for u in uses], 1)  # type: ignore[attr-defined]
+        return Scattered(indices, torch.cat([u.grads for u in uses], 1), first.rows)  # type: ignore[attr-defined]
+    total = first.per_record()
+    for use in rest:
+        total = total + use.per_record()
+    return Instantiated(total)

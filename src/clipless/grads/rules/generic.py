@@ -1,0 +1,57 @@
+"""The rule for any other module: differentiate it again, one record at a time, all records at once by vmap."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from torch.utils import _pytree as pytree
+
+from clipless.grads.pieces import Instantiated, Piece
+from clipless.grads.rules.use import Use, at_least_float32
+
+
+def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
+    """Exact for every module whose output for a record depends on that record alone and that draws no random numbers.
+
+    What vmap cannot trace (data-dependent control flow, in-place tricks) is run as a loop over the records.
+    """
+    leaves, spec = pytree.tree_flatten((use.args, dict(use.kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    own = dict(use.module.named_parameters(recurse=False))
+    parameters = {name: own[name].detach() for name in use.wanted}
+
+    def pull_back(parameters: dict[str, Tensor], record: list[Tensor], cotangents: tuple[Tensor, ...]) -> Tensor:
+        """Inner product of the module's output for one record with the gradient that arrived there."""
+        values = iter(value.unsqueeze(0) if per else value for value, per in zip(record, use.batched, strict=True))
+        args, kwargs = pytree.tree_unflatten([next(values) if isinstance(x, Tensor) else x for x in leaves], spec)
+        outputs = differentiable(functional_call(use.module, parameters, args, kwargs))
+        parts = [(out.squeeze(0) * cot).sum() for out, cot in zip(outputs, cotangents, strict=True)]
+        return torch.stack(parts).sum()
+
+    per_record = _each_record(grad(pull_back), parameters, tensors, use, grads)
+    return {name: Instantiated(at_least_float32(value)) for name, value in per_record.items()}
+
+
+def differentiable(output: Any) -> list[Tensor]:
+    """The floating-point tensors in a module's output, in a fixed order, whatever it is made of."""
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _each_record(
+    gradient: Callable[..., dict[str, Tensor]],
+    parameters: dict[str, Tensor],
+    tensors: list[Tensor],
+    use: Use,
+    grads: tuple[Tensor, ...],
+) -> dict[str, Tensor]:
+    in_dims = (None, [0 if per else None for per in use.batched], tuple(0 for _ in grads))
+    try:
+        return vmap(gradient, in_dims=in_dims)(parameters, tensors, grads)
+    except RuntimeError:
+        rows = []
+        for b in range(use.records):
+            record = [value[b] if per else value for value, per in zip(tensors, use.batched, strict=True)]
+            rows.append(gradient(parameters, record, tuple(g[b] for g in grads)))
+        return {name: torch.stack([row[name] for row in rows]) for name in parameters}

@@ -1,0 +1,23 @@
+"""Linear layers, for inputs of any rank."""
+
+from torch import Tensor, nn
+
+from clipless.grads.pieces import Instantiated, OuterProducts, Piece
+from clipless.grads.rules.use import Use, at_least_float32, register
+
+
+@register(nn.Linear)
+def linear(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
+    acts = positions(use.input)  # [b,t,i]
+    grad = positions(at_least_float32(grads[0])).to(acts.dtype)  # [b,t,o]
+    pieces: dict[str, Piece] = {}
+    if "weight" in use.wanted:
+        pieces["weight"] = OuterProducts(acts, grad)
+    if "bias" in use.wanted:
+        pieces["bias"] = Instantiated(grad.sum(1))
+    return pieces
+
+
+def positions(tensor: Tensor) -> Tensor:
+    """[b, ..., d] as [b, t, d]."""
+    return tensor.unsqueeze(1) if tensor.dim() == 2 else tensor.flatten(1, -2)

@@ -1,0 +1,35 @@
+"""Normalisation layers that look at one record at a time."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipless.grads.pieces import Instantiated, Piece
+from clipless.grads.rules.use import Use, at_least_float32, register
+
+
+@register(nn.LayerNorm)
+def layer_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
+    module = use.module
+    assert isinstance(module, nn.LayerNorm)
+    normalised = F.layer_norm(use.input, module.normalized_shape, eps=module.eps)
+    trailing = len(module.normalized_shape)
+    return _affine(use, normalised, grads[0], dims=range(1, normalised.dim() - trailing))
+
+
+@register(nn.GroupNorm)
+def group_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
+    module = use.module
+    assert isinstance(module, nn.GroupNorm)
+    normalised = F.group_norm(use.input, module.num_groups, eps=module.eps)
+    return _affine(use, normalised, grads[0], dims=range(2, normalised.dim()))
+
+
+def _affine(use: Use, normalised: Tensor, grad: Tensor, dims: range) -> dict[str, Piece]:
+    """Scale and shift after a normalisation: their gradients, summed over the dimensions they are shared along."""
+    grad = at_least_float32(grad)
+    parts = {"weight": lambda: grad * normalised, "bias": lambda: grad}
+    return {name: Instantiated(_summed(parts[name](), dims)) for name in use.wanted}
+
+
+def _summed(tensor: Tensor, dims: range) -> Tensor:
+    return tensor.sum(tuple(dims)) if len(dims) else tensor

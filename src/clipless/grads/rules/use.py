@@ -1,0 +1,67 @@
+"""What a layer rule is given, and the registry that finds the rule of a module."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipless.grads.pieces import Piece
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of a module in the forward pass, as its rule sees it in the backward pass."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    batched: tuple[bool, ...]
+    wanted: tuple[str, ...]
+    records: int
+
+    @property
+    def input(self) -> Tensor:
+        """The first argument, by position or by name, in at least float32 if it is a floating-point tensor."""
+        value: Tensor = self.args[0] if self.args else next(iter(self.kwargs.values()))
+        return at_least_float32(value) if value.is_floating_point() else value
+
+
+LayerRule = Callable[[Use, tuple[Tensor, ...]], dict[str, Piece]]
+
+REGISTRY: dict[type[nn.Module], LayerRule] = {}
+
+
+def register(*kinds: type[nn.Module]) -> Callable[[LayerRule], LayerRule]:
+    """Decorator: this rule is for exactly these classes. A subclass may compute something else, so it is not covered
+    unless it keeps the class's own `forward`."""
+
+    def enter(rule: LayerRule) -> LayerRule:
+        REGISTRY.update(dict.fromkeys(kinds, rule))
+        return rule
+
+    return enter
+
+
+def rule_of(module: nn.Module) -> LayerRule | None:
+    """The rule registered for the module's class, or for the class it inherits its whole computation from."""
+    for kind, rule in REGISTRY.items():
+        if isinstance(module, kind) and _same_computation(type(module), kind) and not parametrized(module):
+            return rule
+    return None
+
+
+def parametrized(module: nn.Module) -> bool:
+    """Whether torch computes the module's weights from other parameters at each access."""
+    return torch.nn.utils.parametrize.is_parametrized(module)
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor in a type in which sums over positions are safe."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _same_computation(cls: type[nn.Module], kind: type[nn.Module]) -> bool:
+    inherited = ("forward", "_conv_forward")
+    return all(getattr(cls, name, None) is getattr(kind, name, None) for name in inherited)

@@ -1,0 +1,341 @@
+"""The tape: all hooks on the model, and what they write down during one forward and backward pass.
+
+Around each module with trainable parameters of its own the tape turns `requires_grad` of those parameters off, so that
+autograd computes no weight gradient, and puts an identity, the tap, on the module's output. In the backward pass the tap
+receives the gradient of the output; with the input it remembers, the module's layer rule makes the pieces of it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from clipless.errors import CliplessError, Misuse, UnsupportedModule
+from clipless.grads.layout import Layout, probe, random_state, resized, shapes_of
+from clipless.grads.pieces import Piece
+from clipless.grads.refusals import BufferGuard, refuse_module
+from clipless.grads.rules import LayerRule, Use, generic, rule_of
+from clipless.grads.rules.generic import differentiable
+
+
+@dataclass
+class Part:
+    """Some records of a logical batch that go through forward and backward together, and what came back for them."""
+
+    records: int
+    uses: dict[str, int] = field(default_factory=dict)
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    begun: bool = False
+    done: bool = False
+
+
+@dataclass
+class Frame:
+    """A module whose forward is running, and which of its parameters the tape has turned off for that time."""
+
+    module: nn.Module
+    armed: bool
+    turned_off: list[nn.Parameter] = field(default_factory=list)
+    batched: tuple[bool, ...] = ()
+    random_state: list[Tensor] = field(default_factory=list)
+
+
+class Tape:
+    """Hooks on a model that collect every parameter's pieces for the open part.
+
+    `open(part)` before the forward pass; when the backward pass is over `on_complete(part)` is called with all pieces.
+    """
+
+    def __init__(self, model: nn.Module, on_complete: Callable[[Part], None]) -> None:
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.rules: dict[str, LayerRule] = {}
+        self.part: Part | None = None
+        self._on_complete = on_complete
+        self._names = {module: name or "(model)" for name, module in model.named_modules()}
+        self._own = self._owned_parameters(model)
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._layout = Layout()
+        self._buffers = BufferGuard(model)
+        self._frames: list[Frame] = []
+        self._calls: dict[str, int] = {}
+        self._probing = self._paused = False
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        for module in self._names:
+            refuse_module(module, self._names[module])
+        for module in self._names:
+            self._handles += [
+                module.register_forward_pre_hook(_Hook(self._enter), with_kwargs=True),
+                module.register_forward_hook(_Hook(self._leave), with_kwargs=True, always_call=True),
+            ]
+        for name, parameter in self.parameters.items():
+            self._handles.append(parameter.register_hook(_refuse_stray(name)))
+
+    def detach(self) -> None:
+        self._restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def open(self, part: Part | None) -> None:
+        """From now on forward passes belong to this part; whatever an earlier one left unfinished is dropped."""
+        self._restore()
+        self.part = part
+
+    def _owned_parameters(self, model: nn.Module) -> dict[nn.Module, dict[str, str]]:
+        """For each module its own trainable parameters: local name -> name in the model, the first one if shared."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        owned = {}
+        for module, module_name in self._names.items():
+            own = {local: names[id(p)] for local, p in module.named_parameters(recurse=False) if id(p) in names}
+            if own:
+                owned[module] = own
+                self.rules[module_name] = rule_of(module) or generic
+        return owned
+
+    def _restore(self) -> None:
+        """Turn on again what an interrupted forward pass has left turned off."""
+        for frame in self._frames:
+            for parameter in frame.turned_off:
+                parameter.requires_grad_(True)
+        self._frames.clear()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._paused:
+            return None
+        if self._probing:
+            self._layout.note(self._place(module), shapes_of((args, kwargs)))
+            return None
+        armed = torch.is_grad_enabled()
+        entry = armed and not any(frame.armed for frame in self._frames)
+        changed = None
+        if entry and self.part is not None:
+            changed = args, kwargs = self._begin_forward(module, args, kwargs, self.part.records)
+        frame = Frame(module, armed)
+        self._frames.append(frame)
+        if armed:
+            refuse_module(module, self._names[module])
+            self._arm(frame, args, kwargs)
+        return changed
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, records: int) -> tuple[Any, Any]:
+        """At the outermost module: learn the layout once, and give an empty batch a row that no sum will ever see."""
+        self._buffers.remember()
+        name = self._names[module]
+        if records == 0:
+            args, kwargs = resized((args, kwargs), 0, 1)
+        elif name not in self._layout.entries:
+            self._layout.entries.add(name)
+            self._calls, self._probing = {}, True
+            try:
+                probe(module, args, kwargs, records)
+            finally:
+                self._probing = False
+            self._buffers.refuse_changes()
+        self._calls = {}
+        return args, kwargs
+
+    def _arm(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        place = self._place(frame.module)
+        own = self._own.get(frame.module)
+        if own is None:
+            return
+        if self.part is not None and self.part.records > 0:
+            frame.batched = self._layout.batched(place, shapes_of((args, kwargs)), self.part.records)
+            if not any(frame.batched):
+                raise self._shared_input(place[0], shapes_of((args, kwargs)), self.part.records)
+        if self.rules[place[0]] is generic:
+            frame.random_state = random_state(frame.module)
+        for name in own.values():
+            parameter = self.parameters[name]
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                frame.turned_off.append(parameter)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self._paused or self._probing or not self._frames or self._frames[-1].module is not module:
+            return None
+        frame = self._frames.pop()
+        for parameter in frame.turned_off:
+            parameter.requires_grad_(True)
+        if not frame.armed or output is None:
+            return None
+        if frame.turned_off:
+            self._refuse_randomness(frame)
+            output = self._tap(frame, args, kwargs, output)
+        if not any(frame.armed for frame in self._frames):
+            self._buffers.refuse_changes()
+            if self.part is not None and self.part.records == 0:
+                output = resized(output, 1, 0)
+        return output
+
+    def _tap(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(output)
+        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        tapped = _Tap.apply(self._anchor, self._call(frame, args, kwargs), *differentiable(output))  # type: ignore[no-untyped-call]
+        for k, value in zip(places, tapped, strict=True):
+            leaves[k] = value
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _refuse_randomness(self, frame: Frame) -> None:
+        """The generic rule computes a module again, which must give the same values."""
+        now = random_state(frame.module) if frame.random_state else []
+        if any(not torch.equal(then, new) for then, new in zip(frame.random_state, now, strict=True)):
+            raise UnsupportedModule(
+                f"module {self._names[frame.module]!r} has parameters of its own and draws random numbers (dropout) in "
+                "its forward, so its gradient per record cannot be computed again. Move the parameter into a small "
+                "module of its own, or turn the randomness off."
+            )
+
+    def _call(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call":
+        own, turned_off = self._own[frame.module], set(map(id, frame.turned_off))
+        wanted = {local: name for local, name in own.items() if id(self.parameters[name]) in turned_off}
+        part = self.part
+        if part is not None:
+            for name in wanted.values():
+                part.uses[name] = part.uses.get(name, 0) + 1
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return _Call(self, part, frame.module, self._names[frame.module], wanted, frame.batched, leaves, spec)
+
+    def receive(self, call: "_Call", tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        """A tap's gradient has arrived: make the pieces of it."""
+        part = self._current(call)
+        if not part.begun:
+            part.begun = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+        if part.records == 0:
+            return
+        for grad in grads:
+            if grad.dim() == 0 or grad.shape[0] != part.records:
+                raise UnsupportedModule(
+                    f"module {call.name!r} returns a tensor of shape {tuple(grad.shape)} for {part.records} records: "
+                    "its gradient cannot be told apart by record. Return one row per record."
+                )
+        args, kwargs = call.rebuild(tensors)
+        use = Use(call.module, args, kwargs, call.batched, tuple(call.wanted), part.records)
+        self._paused = True
+        try:
+            pieces = self.rules[call.name](use, grads)
+        finally:
+            self._paused = False
+        for local, name in call.wanted.items():
+            part.pieces.setdefault(name, []).append(pieces[local])
+            if part.uses[name] == 1:
+                pieces[local].sq_norms  # noqa: B018  now, while the buffers are in the cache
+
+    def _current(self, call: "_Call") -> Part:
+        if torch.is_grad_enabled():
+            raise Misuse(
+                "backward(create_graph=True) is not supported: gradients of gradients have no bound per record."
+            )
+        if call.part is None or call.part is not self.part:
+            raise Misuse(
+                "backward() on a batch that did not come from private.loader, or not on its newest one: the privacy "
+                "analysis holds for Poisson batches only. Iterate over private.loader and backward each batch before "
+                "asking for the next; evaluate under torch.no_grad()."
+            )
+        if call.part.done:
+            raise Misuse(
+                "a second backward() on the same records: their gradients would be clipped apart and count twice. Add "
+                "the losses and call backward() once, or split the batch with private.loader.microbatches(n)."
+            )
+        return call.part
+
+    def _complete(self) -> None:
+        part = self.part
+        if part is None or part.done:
+            return
+        part.done = True
+        self._on_complete(part)
+        part.pieces.clear()
+
+    def _place(self, module: nn.Module) -> tuple[str, int]:
+        name = self._names[module]
+        self._calls[name] = self._calls.get(name, 0) + 1
+        return name, self._calls[name]
+
+    def _shared_input(self, name: str, shapes: tuple[torch.Size, ...], records: int) -> CliplessError:
+        got = ", ".join(str(tuple(shape)) for shape in shapes) or "no tensor"
+        return UnsupportedModule(
+            f"module {name!r} got {got} for a batch of {records} records: its rows are not the records, so their "
+            "gradients cannot be told apart. Give it one row per record, in the first dimension (for positions: "
+            "positions.expand(len(x), -1)); to split a batch use private.loader.microbatches(n)."
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a tap needs to know when its gradient arrives. Tensors are kept by autograd, which watches their versions."""
+
+    tape: Tape
+    part: Part | None
+    module: nn.Module
+    name: str
+    wanted: Mapping[str, str]
+    batched: tuple[bool, ...]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+
+    def take_tensors(self) -> list[Tensor]:
+        tensors = [leaf.detach() for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.leaves[:] = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return tensors
+
+    def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any]:
+        values = iter(tensors)
+        leaves = [next(values) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+_TENSOR = object()
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on a module's outputs. `detach` shares storage and version, and is not a view: in-place use works."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: _Call, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.save_for_backward(*call.take_tensors())
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.call.tape.receive(ctx.call, ctx.saved_tensors, grads)
+        return (None, None, *grads)
+
+
+class _Hook:
+    """A hook that stays behind when its model is copied or pickled: the copy is a plain model."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> str:
+        return "_no_hook"
+
+
+def _no_hook(*args: Any) -> None:
+    """What is left of a hook in a copy of the model."""
+
+
+def _refuse_stray(name: str) -> Callable[[Tensor], None]:
+    def stray(grad: Tensor) -> None:
+        raise UnsupportedModule(
+            f"parameter {name!r} was used outside its module's forward, so its gradient cannot be told apart by record. "
+            "Call the module that owns it, or move the parameter into a small module with a forward of its own."
+        )
+
+    return stray

@@ -1,0 +1,53 @@
+"""The slow truth: the clipped sum computed from its definition, one record at a time, with plain autograd."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from clipless.clipping import Clipping, as_clipping
+from clipless.grads.engine import ClippedSum, LossFunction, count_records, per_record_losses
+from clipless.partition import partition
+
+
+def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: str | Clipping = "auto-s") -> ClippedSum:
+    """As `clipless.clipped_sum`, by a loop over batches of one record. Every tensor of `batch` has a row per record."""
+    how = as_clipping(clipping)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = partition(how.groups, parameters)
+    thresholds = how.policy.thresholds(how.policy.init(len(groups)))
+    records = count_records(model, loss_fn, batch)
+    sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    norms = torch.zeros(len(groups), records)
+    for b in range(records):
+        loss = per_record_losses(loss_fn, model, one_record(batch, b, records), 1).sum()
+        grads = _gradients(loss, parameters)
+        for g, members in enumerate(groups.members):
+            squares = sum(grads[name].float().square().sum() for name in members)
+            norms[g, b] = torch.as_tensor(squares).sqrt()
+        if not norms[:, b].isfinite().all():
+            norms[:, b] = torch.inf
+            continue
+        factors = how.rule(norms[:, b : b + 1], thresholds)
+        for name, grad in grads.items():
+            sums[name] += factors[groups.group_of[name], 0].double() * grad.double()
+    return ClippedSum({name: value.to(parameters[name].dtype) for name, value in sums.items()}, norms)
+
+
+def one_record(batch: Any, record: int, records: int) -> Any:
+    """The batch that holds this record alone."""
+
+    def row(leaf: Any) -> Any:
+        per_record = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == records
+        return leaf[record : record + 1] if per_record else leaf
+
+    return pytree.tree_map(row, batch)
+
+
+def _gradients(loss: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(p) if grad is None else grad
+        for (name, p), grad in zip(parameters.items(), grads, strict=True)
+    }

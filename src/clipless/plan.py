@@ -1,0 +1,189 @@
+"""The plan: what is promised, to whom, and what each step releases. Frozen, and everything else follows from it."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipless.accounting import ACCOUNTANTS, StepEvent, epsilon, noise_multiplier
+from clipless.clipping import Clipping
+from clipless.errors import InvalidArgument, InvalidType, unknown_name
+from clipless.partition import Partition
+
+LOSS_REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """(ε, δ)-differential privacy for adding or removing one record, over all planned steps.
+
+    `noise_multiplier` is the ratio of noise to sensitivity of one whole step, which is what the accountant is told.
+    """
+
+    epsilon: float
+    delta: float
+    accountant: str
+    noise_multiplier: float
+    dataset_size: int
+    expected_batch: int
+    steps: int
+    steps_per_pass: int
+    clipping: Clipping
+    groups: Partition
+    dimension: int
+    loss_reduction: str = "mean"
+    noise: str = "torch"
+    sampling: str = "poisson"
+
+    @property
+    def sample_rate(self) -> float:
+        """Probability of each record to be in a batch."""
+        return self.expected_batch / self.dataset_size
+
+    @property
+    def approximation(self) -> bool:
+        """Whether the accountant only approximates, so that the true ε can be larger than the one stated."""
+        return ACCOUNTANTS[self.accountant].approximation
+
+    def event(self) -> StepEvent:
+        """What one step releases, for the ledger."""
+        return StepEvent(sample_rate=self.sample_rate, gradient_multiplier=self.noise_multiplier)
+
+    def stddevs(self, thresholds: Tensor) -> Tensor:
+        """Standard deviation of the noise on each group's sum, [G,1], at these thresholds."""
+        return noise_stddevs(thresholds, self.noise_multiplier, self.clipping.allocation)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data, for files."""
+        fields = asdict(self)
+        fields["clipping"] = {
+            "name": self.clipping.name,
+            "rule": repr(self.clipping.rule),
+            "policy": repr(self.clipping.policy),
+            "allocation": self.clipping.allocation,
+        }
+        fields["groups"] = dict(zip(self.groups.names, map(list, self.groups.members), strict=True))
+        return fields | {"sample_rate": self.sample_rate, "neighbouring": "add or remove one record"}
+
+    def __str__(self) -> str:
+        sure = " (approximation, can under-report)" if self.approximation else ""
+        return "\n".join(
+            [
+                f"({self.epsilon:.4g}, {self.delta:.4g})-differential privacy for each of {self.dataset_size:,} records",
+                f"  neighbours  add or remove one record; accountant {self.accountant}{sure}",
+                f"  steps       {self.steps:,}, each on a {self.sampling} batch of {self.expected_batch:,} expected "
+                f"records (rate {self.sample_rate:.4g})",
+                f"  noise       multiplier {self.noise_multiplier:.4g}, source {self.noise}",
+                f"  clipping    {self.clipping.name}, {len(self.groups)} group(s), {self.clipping.policy}",
+                f"  parameters  {self.dimension:,} trainable",
+            ]
+        )
+
+
+def sensitivity(thresholds: Tensor) -> Tensor:
+    """How far one record can move the clipped sum: the length of the threshold vector."""
+    return torch.linalg.vector_norm(thresholds.double())
+
+
+def noise_stddevs(thresholds: Tensor, multiplier: float, allocation: str) -> Tensor:
+    """Noise for each group such that the whole step has this multiplier, [G,1].
+
+    >>> noise_stddevs(torch.tensor([[3.0], [4.0]]), 2.0, "uniform").flatten()
+    tensor([10., 10.], dtype=torch.float64)
+    """
+    if allocation == "equal-budget":
+        return multiplier * math.sqrt(len(thresholds)) * thresholds.double()
+    return torch.full_like(thresholds, multiplier, dtype=torch.float64) * sensitivity(thresholds)
+
+
+def effective_multiplier(thresholds: Tensor, stddevs: Tensor) -> float:
+    """The multiplier that a step with this noise is worth: (Σ_g (R_g/s_g)²)^(-1/2)."""
+    return float((thresholds.double() / stddevs.double()).square().sum().rsqrt())
+
+
+def make_plan(
+    *,
+    dataset_size: int,
+    batch_size: int | None,
+    epochs: int | None,
+    steps: int | None,
+    epsilon: float | None,
+    noise_multiplier: float | None,
+    delta: float | None,
+    accountant: str,
+    clipping: Clipping,
+    groups: Partition,
+    dimension: int,
+    loss_reduction: str,
+    noise: str,
+) -> PrivacyPlan:
+    """Check the numbers, fill in the defaults, and find the noise multiplier or ε that is not given."""
+    if loss_reduction not in LOSS_REDUCTIONS:
+        raise unknown_name("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
+    if accountant not in ACCOUNTANTS:
+        raise unknown_name("accountant", accountant, ACCOUNTANTS)
+    batch = _expected_batch(batch_size, dataset_size)
+    per_pass = max(1, round(dataset_size / batch))
+    total = _total_steps(epochs, steps, per_pass)
+    chosen_delta = dataset_size**-1.1 if delta is None else delta
+    if delta is None and dataset_size < 2:
+        raise InvalidArgument("with a single record there is no default delta: give delta= yourself.")
+    eps, z = _budget(epsilon, noise_multiplier, chosen_delta, batch / dataset_size, total, accountant)
+    return PrivacyPlan(
+        epsilon=eps,
+        delta=chosen_delta,
+        accountant=accountant,
+        noise_multiplier=z,
+        dataset_size=dataset_size,
+        expected_batch=batch,
+        steps=total,
+        steps_per_pass=per_pass if steps is None else total,
+        clipping=clipping,
+        groups=groups,
+        dimension=dimension,
+        loss_reduction=loss_reduction,
+        noise=noise,
+    )
+
+
+def _expected_batch(batch_size: int | None, dataset_size: int) -> int:
+    if batch_size is None:
+        raise InvalidArgument("give batch_size=, the expected number of records in a batch.")
+    batch = _whole("batch_size", batch_size)
+    if batch > dataset_size:
+        raise InvalidArgument(
+            f"batch_size={batch} is larger than the data set of {dataset_size} records: use at most {dataset_size}."
+        )
+    return batch
+
+
+def _total_steps(epochs: int | None, steps: int | None, per_pass: int) -> int:
+    if epochs is not None and steps is not None:
+        raise InvalidArgument("epochs= and steps= contradict each other: give one of them.")
+    if epochs is not None:
+        return _whole("epochs", epochs) * per_pass
+    if steps is not None:
+        return _whole("steps", steps)
+    raise InvalidArgument("give epochs= or steps=: the budget is divided over all steps of the run.")
+
+
+def _budget(
+    target: float | None, multiplier: float | None, delta: float, rate: float, steps: int, accountant: str
+) -> tuple[float, float]:
+    if target is not None and multiplier is not None:
+        raise InvalidArgument("epsilon= and noise_multiplier= contradict each other: give one of them.")
+    if target is not None:
+        return float(target), noise_multiplier(target, delta, rate, steps, accountant)
+    if multiplier is not None:
+        return epsilon(multiplier, rate, steps, delta, accountant), float(multiplier)
+    raise InvalidArgument("give epsilon=, the privacy budget (3.0 is a common choice), or noise_multiplier=.")
+
+
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidType(f"{name} must be a whole number, got {value!r}.")
+    if value < 1:
+        raise InvalidArgument(f"{name} must be at least 1, got {value}.")
+    return value

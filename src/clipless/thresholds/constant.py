@@ -1,0 +1,43 @@
+"""Thresholds that stay as they are given."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clipless.errors import InvalidArgument
+from clipless.thresholds.policy import State, positive
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One threshold R for the whole gradient, shared out as R/√G over G groups, or one threshold for each group.
+
+    Either way the sensitivity is the length of the threshold vector; with a single R it is R, however many groups.
+
+    >>> Constant(2.0).thresholds(Constant(2.0).init(groups=4)).flatten()
+    tensor([1., 1., 1., 1.])
+    """
+
+    threshold: float | Sequence[float] = 1.0
+
+    def __post_init__(self) -> None:
+        given = self.threshold
+        many = isinstance(given, (list, tuple))
+        checked = tuple(positive("threshold", r) for r in given) if many else positive("threshold", given)  # type: ignore[union-attr]
+        object.__setattr__(self, "threshold", checked)
+
+    def init(self, groups: int) -> State:
+        if isinstance(self.threshold, float):
+            return {"thresholds": torch.full((groups, 1), self.threshold / groups**0.5)}
+        values = tuple(self.threshold)
+        if len(values) != groups:
+            raise InvalidArgument(
+                f"{len(values)} thresholds were given for {groups} groups: give one for each group, or a single number, "
+                "which is shared out over the groups."
+            )
+        return {"thresholds": torch.tensor(values).unsqueeze(1)}
+
+    def thresholds(self, state: State) -> Tensor:
+        return state["thresholds"]
