@@ -39,15 +39,22 @@ class Layout:
             if probed is None or len(probed) != len(shapes):
                 return tuple(len(shape) > 0 and shape[0] == records for shape in shapes)
             known = tuple(now != then for now, then in zip(shapes, probed, strict=True))
+            for now, then in zip(shapes, probed, strict=True):
+                if now != then and now[0] == then[0]:
+                    raise _rows_are_not_records(place[0], now, records)
             self._batched[place] = known
         for shape, per_record in zip(shapes, known, strict=True):
             if per_record and (len(shape) == 0 or shape[0] != records):
-                raise UnsupportedModule(
-                    f"module {place[0]!r} got an input of shape {tuple(shape)} for a batch of {records} records, so its "
-                    "rows are not the records. clipless needs the records in the first dimension, one row each: keep "
-                    "them there (batch_first=True, no flattening of records with positions)."
-                )
+                raise _rows_are_not_records(place[0], shape, records)
         return known
+
+
+def _rows_are_not_records(name: str, shape: torch.Size, records: int) -> UnsupportedModule:
+    return UnsupportedModule(
+        f"module {name!r} got an input of shape {tuple(shape)} for a batch of {records} records, and its rows are not the "
+        "records. clipless needs the records in the first dimension, one row each: keep them there (batch_first=True, no "
+        "flattening of records with positions)."
+    )
 
 
 def shapes_of(values: Any) -> Shapes:

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-CANCELLATION = 4096.0
+CANCELLATION = 1024.0
+ROUNDING = 8.0
 
 
 class Piece(Protocol):
@@ -97,14 +98,16 @@ class OuterProducts:
 
     def _ghost(self) -> Tensor:
         """Norms from two Gram matrices, T×T. Where the positions of a record nearly cancel, rounding could make the
-        norm too small and the record's share too large: those records are written out instead."""
+        norm too small and so the record's share too large: those norms are computed from the gradient itself, and every
+        norm is raised by the rounding error that the weighted sum can have."""
         gram_a, gram_g = self.acts @ self.acts.mT, self.grads @ self.grads.mT
         sq_norms = torch.linalg.vecdot(gram_a.flatten(1), gram_g.flatten(1))
         lengths = (gram_a.diagonal(dim1=1, dim2=2) * gram_g.diagonal(dim1=1, dim2=2)).clamp(min=0).sqrt().sum(1)
         unsure = ~(sq_norms * CANCELLATION >= lengths.square())
         if unsure.any():
-            sq_norms[unsure] = sq_norm(self.grads[unsure].mT @ self.acts[unsure])
-        return sq_norms
+            exact = self.grads[unsure].double().mT @ self.acts[unsure].double()
+            sq_norms[unsure] = sq_norm(exact).to(sq_norms.dtype)
+        return (sq_norms.sqrt() + ROUNDING * torch.finfo(lengths.dtype).eps * lengths).square()
 
 
 class Scattered:

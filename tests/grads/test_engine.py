@@ -1,0 +1,215 @@
+"""The engine against the oracle: every problem × clipping × partition × batch size."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import clipless
+from clipless import oracle
+from clipless.clipping import CLIPPINGS, Clipping
+from clipless.grads.pieces import OuterProducts
+from clipless.plan import sensitivity
+from clipless.preflight import relative_error
+from problems import PROBLEMS, Problem, losses
+
+PARTITIONS = {
+    "flat": "flat",
+    "per-layer": "per-layer",
+    "per-parameter": "per-parameter",
+    "blocks": [["*weight", "*scale", "*up"], ["*bias", "*down"]],
+}
+
+
+def clipping_for(name: str, groups: str, model: nn.Module) -> Clipping:
+    """The clipping of that name; global's cutoff is such that some records are kept and some are dropped."""
+    factory, partition = CLIPPINGS[name], PARTITIONS[groups]
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    if groups == "blocks" and not any(n.endswith(("bias", "down")) for n in names):
+        partition = [["*"]]
+    return factory(groups=partition)
+
+
+def as_float64(clipped: clipless.ClippedSum) -> Tensor:
+    return torch.cat([grad.double().flatten() for grad in clipped.grads.values()])
+
+
+@pytest.mark.parametrize("groups", PARTITIONS)
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_engine_agrees_with_oracle(problem: Problem, clipping: str, groups: str) -> None:
+    model = problem.model()
+    how = clipping_for(clipping, groups, model)
+    for records in (0, 1, 2, 7):
+        batch = problem.batch(records)
+        fast, slow = (which.clipped_sum(model, losses, batch, how) for which in (clipless, oracle))
+        assert fast.norms.shape == slow.norms.shape
+        torch.testing.assert_close(fast.norms, slow.norms, rtol=1e-4, atol=1e-7)
+        assert relative_error(fast, slow) <= 1e-4
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_the_model_is_left_as_it_was(problem: Problem) -> None:
+    model = problem.model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainable = [p.requires_grad for p in model.parameters()]
+    clipless.clipped_sum(model, losses, problem.batch(3))
+    assert trainable == [p.requires_grad for p in model.parameters()]
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_a_double_precision_model_is_summed_in_double_precision() -> None:
+    problem = PROBLEMS["linear-3d-ghost"]
+    model = problem.model().double()
+    x, y = problem.batch(5)
+    fast, slow = (which.clipped_sum(model, losses, (x.double(), y), "auto-s") for which in (clipless, oracle))
+    assert fast.grads["0.weight"].dtype == torch.float64
+    assert relative_error(fast, slow) < 1e-6
+
+
+def test_per_layer_is_not_flat() -> None:
+    """PITFALLS 5: two layers of different norm get different factors per layer, and one factor when flat."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(2))
+        model[1].weight.fill_(10.0)
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x).sum(1)
+
+    x = torch.tensor([[1.0, 2.0]])
+    flat, layered = (clipless.clipped_sum(model, loss, x, clipless.auto_v(groups=g)) for g in ("flat", "per-layer"))
+    assert layered.norms.shape == (2, 1)
+    for grad in layered.grads.values():
+        assert float(grad.norm()) == pytest.approx(1 / math.sqrt(2))
+    assert float(flat.grads["0.weight"].norm()) > 0.9
+    assert float(flat.grads["1.weight"].norm()) < 0.2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("groups", ["flat", "per-layer"])
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if not name.startswith("embedding")])
+def test_a_non_finite_record_contributes_nothing_and_changes_nothing(
+    name: str, clipping: str, groups: str, bad: float
+) -> None:
+    """PITFALLS 9."""
+    problem = PROBLEMS[name]
+    model = problem.model()
+    how = clipping_for(clipping, groups, model)
+    x, y = problem.batch(4)
+    clean = clipless.clipped_sum(model, losses, (x[1:], y[1:]), how)
+    x[0] = bad
+    dirty = clipless.clipped_sum(model, losses, (x, y), how)
+    torch.testing.assert_close(dirty.norms[:, 1:], clean.norms)
+    for key, grad in dirty.grads.items():
+        torch.testing.assert_close(grad, clean.grads[key], rtol=1e-5, atol=1e-6)
+
+
+@given(data=st.data())
+def test_removing_one_record_moves_the_sum_by_at_most_the_sensitivity(data: st.DataObject) -> None:
+    """PITFALLS 1, over problems, clippings, partitions, thresholds and outliers of up to 1e6."""
+    problem = PROBLEMS[data.draw(st.sampled_from(sorted(PROBLEMS)))]
+    model = problem.model()
+    name, groups = data.draw(st.sampled_from(sorted(CLIPPINGS))), data.draw(st.sampled_from(sorted(PARTITIONS)))
+    threshold = data.draw(st.floats(1e-3, 1e3))
+    base = clipping_for(name, groups, model)
+    keyword = "cutoff" if name == "global" else "threshold"
+    how = CLIPPINGS[name](**{keyword: threshold}, groups=base.groups)
+    x, y = problem.batch(data.draw(st.integers(1, 5)), seed=data.draw(st.integers(0, 99)))
+    victim = data.draw(st.integers(0, len(x) - 1))
+    if x.is_floating_point():
+        x[victim] *= data.draw(st.sampled_from([0.0, 1e-6, 1.0, 1e3, 1e6]))
+    rest = [row for row in range(len(x)) if row != victim]
+    whole, without = (clipless.clipped_sum(model, losses, b, how) for b in ((x, y), (x[rest], y[rest])))
+    bound = float(sensitivity(how.policy.thresholds(how.policy.init(len(whole.norms)))))
+    assert bound == pytest.approx(threshold, rel=1e-5)
+    assert float((as_float64(whole) - as_float64(without)).norm()) <= bound * (1 + 1e-4)
+
+
+@given(seed=st.integers(0, 10_000), cancel=st.floats(1e-7, 1.0), length=st.integers(2, 6))
+def test_ghost_norms_are_never_too_small_where_positions_cancel(seed: int, cancel: float, length: int) -> None:
+    """A record's positions may nearly cancel; a norm rounded down there would let it exceed the threshold."""
+    generator = torch.Generator().manual_seed(seed)
+    acts = torch.randn(3, length, 16, generator=generator)
+    grads = torch.randn(3, length, 16, generator=generator)
+    acts[0, 1], grads[0, 1] = acts[0, 0], -grads[0, 0] * (1 + cancel)
+    acts[0, 2:] = 0
+    piece = OuterProducts(acts, grads)
+    truth = (grads.double().mT @ acts.double()).flatten(1).norm(dim=1)
+    assert "_written_out" not in piece.__dict__
+    norms, lengths = piece.sq_norms.double().sqrt(), (acts.norm(dim=2) * grads.norm(dim=2)).sum(1).double()
+    assert (norms >= truth * (1 - 1e-6)).all()
+    assert (norms <= truth * (1 + 1e-4) + 1e-5 * lengths).all()
+
+
+def test_positions_that_happen_to_be_as_many_as_the_records_are_not_taken_for_records() -> None:
+    """A table looked up by position has no row per record, also when the sequence is as long as the batch."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(4, 3), nn.Linear(12, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head((x + self.table(torch.arange(x.shape[1]))).flatten(1))
+
+    for records in (2, 4):
+        with pytest.raises(clipless.UnsupportedModule, match=r"'table' got \(4,\).*one row per record"):
+            clipless.clipped_sum(
+                Positions(), losses, (torch.randn(records, 4, 3), torch.zeros(records, dtype=torch.long))
+            )
+
+
+def test_time_major_activations_are_refused_also_when_square() -> None:
+    class TimeMajor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.inner(x.transpose(0, 1)).mean(0))
+
+    for records in (2, 5):
+        with pytest.raises(clipless.UnsupportedModule, match="'inner'.*first dimension"):
+            clipless.clipped_sum(
+                TimeMajor(), losses, (torch.randn(records, 5, 3), torch.zeros(records, dtype=torch.long))
+            )
+
+
+def test_dropout_draws_what_it_would_have_drawn() -> None:
+    """The layout's probe leaves the random state alone, and the tapped layers see the same masks as plain training."""
+    model = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 3))
+    x, y = torch.randn(6, 4), torch.zeros(6, dtype=torch.long)
+    torch.manual_seed(7)
+    plain = torch.autograd.grad(losses(model, (x, y)).sum(), list(model.parameters()))
+    torch.manual_seed(7)
+    ours = clipless.clipped_sum(model, losses, (x, y), clipless.abadi(threshold=1e9))
+    for grad, reference in zip(ours.grads.values(), plain, strict=True):
+        torch.testing.assert_close(grad, reference)
+
+
+def test_dropout_beside_a_parameter_of_ones_own_is_refused() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x * self.scale, 0.5)[:, :3]
+
+    model = nn.ModuleDict({"inner": Noisy()})
+    model.forward = lambda x: model["inner"](x)
+    with pytest.raises(clipless.UnsupportedModule, match=r"'inner' has parameters of its own and draws random numbers"):
+        clipless.clipped_sum(model, losses, (torch.randn(3, 4), torch.zeros(3, dtype=torch.long)))
+
+
+def test_loss_function_must_give_one_loss_per_record() -> None:
+    with pytest.raises(clipless.InvalidArgument, match="reduction='none'"):
+        clipless.clipped_sum(nn.Linear(2, 2), lambda m, x: m(x).mean(), torch.ones(3, 2))
