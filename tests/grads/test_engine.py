@@ -161,7 +161,7 @@ def test_positions_that_happen_to_be_as_many_as_the_records_are_not_taken_for_re
             return self.head((x + self.table(torch.arange(x.shape[1]))).flatten(1))
 
     for records in (2, 4):
-        with pytest.raises(clipless.UnsupportedModule, match=r"'table' got \(4,\).*one row per record"):
+        with pytest.raises(clipless.UnsupportedModule, match=r"'table' has .* as input.*one row per record"):
             clipless.clipped_sum(
                 Positions(), losses, (torch.randn(records, 4, 3), torch.zeros(records, dtype=torch.long))
             )
@@ -213,3 +213,26 @@ def test_dropout_beside_a_parameter_of_ones_own_is_refused() -> None:
 def test_loss_function_must_give_one_loss_per_record() -> None:
     with pytest.raises(clipless.InvalidArgument, match="reduction='none'"):
         clipless.clipped_sum(nn.Linear(2, 2), lambda m, x: m(x).mean(), torch.ones(3, 2))
+
+
+def test_outputs_that_happen_to_be_as_many_as_the_records_are_not_taken_for_records() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, self.scale * 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair, self.head = Pair(), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, scale = self.pair(x)
+            return self.head(x * scale)
+
+    for records in (2, 4):
+        with pytest.raises(clipless.UnsupportedModule, match="'pair' has .* as output"):
+            clipless.clipped_sum(Model(), losses, (torch.randn(records, 4), torch.zeros(records, dtype=torch.long)))

@@ -7,7 +7,7 @@ number of records, without gradients and without touching the random state: what
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +16,30 @@ from torch.utils import _pytree as pytree
 from clipless.errors import UnsupportedModule
 
 Shapes = tuple[torch.Size, ...]
-Place = tuple[str, int]
+
+
+class Place(NamedTuple):
+    """The inputs or outputs of one call of a module in a forward pass."""
+
+    name: str
+    call: int
+    side: str = "input"
 
 
 class Layout:
-    """What has been learned of the inputs at each place, a place being (module name, number of the call)."""
+    """What has been learned of the tensors at each place: the inputs or the outputs of a numbered call of a module."""
 
     def __init__(self) -> None:
+        self.entries: set[str] = set()
         self._probed: dict[Place, Shapes] = {}
         self._batched: dict[Place, tuple[bool, ...]] = {}
-        self.entries: set[str] = set()
 
     def note(self, place: Place, shapes: Shapes) -> None:
         """Remember the shapes that the probe saw."""
         self._probed[place] = shapes
 
     def batched(self, place: Place, shapes: Shapes, records: int) -> tuple[bool, ...]:
-        """For each input tensor at the place: does it carry one row per record, in its first dimension?"""
+        """For each tensor at the place: does it carry one row per record, in its first dimension?"""
         known = self._batched.get(place)
         if known is None or len(known) != len(shapes):
             probed = self._probed.get(place)
@@ -41,20 +48,25 @@ class Layout:
             known = tuple(now != then for now, then in zip(shapes, probed, strict=True))
             for now, then in zip(shapes, probed, strict=True):
                 if now != then and now[0] == then[0]:
-                    raise _rows_are_not_records(place[0], now, records)
+                    raise _rows_are_not_records(place, now, records)
             self._batched[place] = known
         for shape, per_record in zip(shapes, known, strict=True):
             if per_record and (len(shape) == 0 or shape[0] != records):
-                raise _rows_are_not_records(place[0], shape, records)
+                raise _rows_are_not_records(place, shape, records)
         return known
 
 
-def _rows_are_not_records(name: str, shape: torch.Size, records: int) -> UnsupportedModule:
+def _rows_are_not_records(place: Place, shape: torch.Size, records: int) -> UnsupportedModule:
     return UnsupportedModule(
-        f"module {name!r} got an input of shape {tuple(shape)} for a batch of {records} records, and its rows are not the "
-        "records. clipless needs the records in the first dimension, one row each: keep them there (batch_first=True, no "
-        "flattening of records with positions)."
+        f"module {place.name!r} has an {place.side} of shape {written(shape, records)}, whose rows are not the B records of "
+        "the batch. clipless needs the records in the first dimension, one row each: keep them there (batch_first=True, no "
+        "flattening of records with positions), and use other data under torch.no_grad()."
     )
+
+
+def written(shape: torch.Size, records: int) -> str:
+    """A shape for a message, with B where the size is that of the batch, which is nobody's business."""
+    return "(" + ", ".join("B" if size == records else str(size) for size in shape) + ")"
 
 
 def shapes_of(values: Any) -> Shapes:
@@ -76,7 +88,7 @@ def resized(values: Any, records: int, target: int) -> Any:
 
 
 def probe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], records: int) -> bool:
-    """Run the module on another number of records; False if it cannot. The caller's hooks note the shapes."""
+    """Run the module on another number of records; False if it cannot. The tape's hooks note the shapes."""
     target = 3 if records == 2 else 2
     args, kwargs = resized((args, kwargs), records, target)
     with torch.no_grad(), random_state_kept(module):

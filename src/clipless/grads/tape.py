@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
-from clipless.grads.layout import Layout, probe, random_state, resized, shapes_of
+from clipless.grads.layout import Layout, Place, Shapes, probe, random_state, resized, shapes_of, written
 from clipless.grads.pieces import Piece
 from clipless.grads.refusals import BufferGuard, refuse_module
 from clipless.grads.rules import LayerRule, Use, generic, rule_of
@@ -38,6 +38,7 @@ class Frame:
     """A module whose forward is running, and which of its parameters the tape has turned off for that time."""
 
     module: nn.Module
+    place: Place
     armed: bool
     turned_off: list[nn.Parameter] = field(default_factory=list)
     batched: tuple[bool, ...] = ()
@@ -109,14 +110,15 @@ class Tape:
         if self._paused:
             return None
         if self._probing:
-            self._layout.note(self._place(module), shapes_of((args, kwargs)))
+            self._frames.append(Frame(module, self._place(module), armed=False))
+            self._layout.note(self._frames[-1].place, shapes_of((args, kwargs)))
             return None
         armed = torch.is_grad_enabled()
         entry = armed and not any(frame.armed for frame in self._frames)
         changed = None
         if entry and self.part is not None:
             changed = args, kwargs = self._begin_forward(module, args, kwargs, self.part.records)
-        frame = Frame(module, armed)
+        frame = Frame(module, self._place(module), armed)
         self._frames.append(frame)
         if armed:
             refuse_module(module, self._names[module])
@@ -131,25 +133,26 @@ class Tape:
             args, kwargs = resized((args, kwargs), 0, 1)
         elif name not in self._layout.entries:
             self._layout.entries.add(name)
-            self._calls, self._probing = {}, True
+            self._calls, self._probing, depth = {}, True, len(self._frames)
             try:
                 probe(module, args, kwargs, records)
             finally:
                 self._probing = False
+                del self._frames[depth:]
             self._buffers.refuse_changes()
         self._calls = {}
         return args, kwargs
 
     def _arm(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        place = self._place(frame.module)
         own = self._own.get(frame.module)
         if own is None:
             return
         if self.part is not None and self.part.records > 0:
-            frame.batched = self._layout.batched(place, shapes_of((args, kwargs)), self.part.records)
+            shapes = shapes_of((args, kwargs))
+            frame.batched = self._layout.batched(frame.place, shapes, self.part.records)
             if not any(frame.batched):
-                raise self._shared_input(place[0], shapes_of((args, kwargs)), self.part.records)
-        if self.rules[place[0]] is generic:
+                raise _shared(frame.place, shapes, self.part.records)
+        if self.rules[frame.place.name] is generic:
             frame.random_state = random_state(frame.module)
         for name in own.values():
             parameter = self.parameters[name]
@@ -158,9 +161,12 @@ class Tape:
                 frame.turned_off.append(parameter)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self._paused or self._probing or not self._frames or self._frames[-1].module is not module:
+        if self._paused or not self._frames or self._frames[-1].module is not module:
             return None
         frame = self._frames.pop()
+        if self._probing:
+            self._layout.note(frame.place._replace(side="output"), shapes_of(differentiable(output)))
+            return None
         for parameter in frame.turned_off:
             parameter.requires_grad_(True)
         if not frame.armed or output is None:
@@ -175,9 +181,14 @@ class Tape:
         return output
 
     def _tap(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        outputs = differentiable(output)
+        if self.part is not None and self.part.records > 0:
+            place = frame.place._replace(side="output")
+            if not all(self._layout.batched(place, shapes_of(outputs), self.part.records)):
+                raise _shared(place, shapes_of(outputs), self.part.records)
         leaves, spec = pytree.tree_flatten(output)
         places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        tapped = _Tap.apply(self._anchor, self._call(frame, args, kwargs), *differentiable(output))  # type: ignore[no-untyped-call]
+        tapped = _Tap.apply(self._anchor, self._call(frame, args, kwargs), *outputs)  # type: ignore[no-untyped-call]
         for k, value in zip(places, tapped, strict=True):
             leaves[k] = value
         return pytree.tree_unflatten(leaves, spec)
@@ -210,12 +221,6 @@ class Tape:
             torch.autograd.Variable._execution_engine.queue_callback(self._complete)
         if part.records == 0:
             return
-        for grad in grads:
-            if grad.dim() == 0 or grad.shape[0] != part.records:
-                raise UnsupportedModule(
-                    f"module {call.name!r} returns a tensor of shape {tuple(grad.shape)} for {part.records} records: "
-                    "its gradient cannot be told apart by record. Return one row per record."
-                )
         args, kwargs = call.rebuild(tensors)
         use = Use(call.module, args, kwargs, call.batched, tuple(call.wanted), part.records)
         self._paused = True
@@ -254,18 +259,20 @@ class Tape:
         self._on_complete(part)
         part.pieces.clear()
 
-    def _place(self, module: nn.Module) -> tuple[str, int]:
+    def _place(self, module: nn.Module) -> Place:
         name = self._names[module]
         self._calls[name] = self._calls.get(name, 0) + 1
-        return name, self._calls[name]
+        return Place(name, self._calls[name])
 
-    def _shared_input(self, name: str, shapes: tuple[torch.Size, ...], records: int) -> CliplessError:
-        got = ", ".join(str(tuple(shape)) for shape in shapes) or "no tensor"
-        return UnsupportedModule(
-            f"module {name!r} got {got} for a batch of {records} records: its rows are not the records, so their "
-            "gradients cannot be told apart. Give it one row per record, in the first dimension (for positions: "
-            "positions.expand(len(x), -1)); to split a batch use private.loader.microbatches(n)."
-        )
+
+def _shared(place: Place, shapes: Shapes, records: int) -> CliplessError:
+    got = ", ".join(written(shape, records) for shape in shapes) or "no tensor"
+    return UnsupportedModule(
+        f"module {place.name!r} has {got} as {place.side} for a batch of B records: its rows are not the records, so their "
+        "gradients cannot be told apart. Give it one row per record, in the first dimension (for positions: "
+        "positions.expand(len(x), -1)); split a batch with private.loader.microbatches(n), and use other data under "
+        "torch.no_grad()."
+    )
 
 
 @dataclass(frozen=True)
