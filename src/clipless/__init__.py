@@ -2,7 +2,7 @@
 
 from clipless import oracle
 from clipless.accounting import Ledger, Spent, epsilon, noise_multiplier
-from clipless.clipping import Clipping, abadi, auto_s, auto_v, global_
+from clipless.clipping import Clipping, abadi, auto_s, auto_v, dc_e, dc_p, decay, global_, quantile
 from clipless.errors import (
     BudgetSpent,
     CliplessError,
@@ -39,9 +39,13 @@ __all__ = [
     "auto_v",
     "check",
     "clipped_sum",
+    "dc_e",
+    "dc_p",
+    "decay",
     "epsilon",
     "global_",
     "make_private",
     "noise_multiplier",
     "oracle",
+    "quantile",
 ]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clipless.errors import InvalidType, unknown_name
-from clipless.thresholds import Constant, ThresholdPolicy, positive
+from clipless.errors import InvalidType, named, unknown_name
+from clipless.thresholds import DCE, DCP, Constant, Decay, Quantile, Setting, ThresholdPolicy, positive
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 Groups = str | Sequence[Sequence[str]]
@@ -78,6 +78,10 @@ class Clipping:
     groups: Groups = "flat"
     allocation: str = "uniform"
 
+    def start(self, groups: int) -> Tensor:
+        """The thresholds of the first step, [G,1]."""
+        return self.policy.thresholds(self.policy.init(Setting(groups)))
+
 
 def abadi(threshold: float | Sequence[float] = 1.0, groups: Groups = "flat", allocation: str = "uniform") -> Clipping:
     """Classic DP-SGD clipping, min(1, R/norm). A single threshold is shared out as R/√G over G groups."""
@@ -111,12 +115,76 @@ def global_(
     return Clipping("global", Global(positive("cutoff", cutoff) / bound), Constant(bound), groups, allocation)
 
 
+def dc_p(
+    percentile: float = 0.5,
+    bins: int = 20,
+    start: float = 1.0,
+    histogram_multiplier: float | None = None,
+    rule: str | Rule = "abadi",
+    groups: Groups = "flat",
+    allocation: str = "uniform",
+) -> Clipping:
+    """DC-SGD-P: the threshold is a percentile of the norms, from a private histogram that is paid for in each step."""
+    policy = DCP(bins, start, histogram_multiplier, percentile)
+    return Clipping("dc-p", as_rule(rule), policy, groups, allocation)
+
+
+def dc_e(
+    bins: int = 20,
+    start: float = 1.0,
+    histogram_multiplier: float | None = None,
+    rule: str | Rule = "abadi",
+    groups: Groups = "flat",
+    allocation: str = "uniform",
+) -> Clipping:
+    """DC-SGD-E: the threshold of least expected error, from a private histogram. Nothing to set."""
+    return Clipping("dc-e", as_rule(rule), DCE(bins, start, histogram_multiplier), groups, allocation)
+
+
+def quantile(
+    percentile: float = 0.5,
+    rate: float = 0.2,
+    start: float = 1.0,
+    count_stddev: float | None = None,
+    rule: str | Rule = "abadi",
+    groups: Groups = "flat",
+    allocation: str = "uniform",
+) -> Clipping:
+    """Andrew et al.: the threshold follows a quantile of the norms by small steps."""
+    return Clipping("quantile", as_rule(rule), Quantile(percentile, rate, start, count_stddev), groups, allocation)
+
+
+def decay(
+    start: float = 1.0,
+    rho: float = 0.5,
+    noise_rho: float = 1.0,
+    rule: str | Rule = "abadi",
+    groups: Groups = "flat",
+    allocation: str = "uniform",
+) -> Clipping:
+    """Du et al.: threshold and, with `noise_rho` below 1, noise multiplier shrink by a fixed schedule."""
+    return Clipping("decay", as_rule(rule), Decay(start, rho, noise_rho), groups, allocation)
+
+
 CLIPPINGS: Mapping[str, Callable[[], Clipping]] = {
     "auto-s": auto_s,
     "auto-v": auto_v,
     "abadi": abadi,
     "global": global_,
+    "dc-p": dc_p,
+    "dc-e": dc_e,
+    "quantile": quantile,
+    "decay": decay,
 }
+
+RULES: Mapping[str, Rule] = {"abadi": Abadi(), "auto-v": AutoV(), "auto-s": AutoS(), "global": Global()}
+
+
+def as_rule(rule: str | Rule) -> Rule:
+    """The rule that a name stands for, or the rule itself."""
+    if callable(rule):
+        return rule
+    return named("rule", rule, RULES)
 
 
 def as_clipping(clipping: str | Clipping) -> Clipping:
@@ -133,6 +201,4 @@ def as_clipping(clipping: str | Clipping) -> Clipping:
         raise InvalidType(
             f"clipping must be a name such as 'auto-s' or an object such as clipless.auto_s(), got {clipping!r}."
         )
-    if clipping not in CLIPPINGS:
-        raise unknown_name("clipping", clipping, CLIPPINGS)
-    return CLIPPINGS[clipping]()
+    return named("clipping", clipping, CLIPPINGS)()

@@ -5,7 +5,11 @@ caller would expect, so `except ValueError` works without knowing clipless.
 """
 
 import difflib
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+Entry = TypeVar("Entry")
 
 
 class CliplessError(Exception):
@@ -34,6 +38,30 @@ class BudgetSpent(CliplessError, RuntimeError):
 
 class Unsound(CliplessError, RuntimeError):
     """`clipless.check` found that the model, the loss or the engine breaks the declared sensitivity."""
+
+
+def named(kind: str, name: object, registry: Mapping[str, Entry]) -> Entry:
+    """The entry of that name, or the error that names the nearest one."""
+    if not isinstance(name, str) or name not in registry:
+        raise unknown_name(kind, name, registry)
+    return registry[name]
+
+
+def whole(name: str, value: object) -> int:
+    """The value as an int if it is a whole number of at least 1, be it Python's or NumPy's.
+
+    >>> whole("steps", 3)
+    3
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidType(f"{name} must be a whole number, got {value!r}.") from None
+    if number < 1:
+        raise InvalidArgument(f"{name} must be at least 1, got {number}.")
+    return number
 
 
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> InvalidArgument:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipless.errors import InvalidArgument, InvalidType, unknown_name
+from clipless.errors import InvalidArgument, InvalidType, named
 
 STREAMS = {"gradient": 1, "statistic": 2, "sample": 3}
 
@@ -81,6 +81,4 @@ NOISE_SOURCES = {"torch": TorchNoise}
 
 def noise_source(name: str, seed: int | None) -> NoiseSource:
     """The noise source of that name."""
-    if name not in NOISE_SOURCES:
-        raise unknown_name("noise source", name, NOISE_SOURCES)
-    return NOISE_SOURCES[name](seed)
+    return named("noise source", name, NOISE_SOURCES)(seed)

@@ -16,7 +16,7 @@ def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: s
     how = as_clipping(clipping)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = partition(how.groups, parameters)
-    thresholds = how.policy.thresholds(how.policy.init(len(groups)))
+    thresholds = how.start(len(groups))
     records = count_records(model, loss_fn, batch)
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     norms = torch.zeros(len(groups), records)

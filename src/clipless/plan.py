@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipless.accounting import ACCOUNTANTS, StepEvent, epsilon, noise_multiplier
+from clipless.accounting import ACCOUNTANTS, StepEvent, gradient_multiplier, scheduled_epsilon, scheduled_multiplier
 from clipless.clipping import Clipping
-from clipless.errors import InvalidArgument, InvalidType, unknown_name
+from clipless.errors import InvalidArgument, named, whole
 from clipless.partition import Partition
+from clipless.thresholds import Setting, Stairs, positive
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -19,7 +20,9 @@ LOSS_REDUCTIONS = ("mean", "sum")
 class PrivacyPlan:
     """(ε, δ)-differential privacy for adding or removing one record, over all planned steps.
 
-    `noise_multiplier` is the ratio of noise to sensitivity of one whole step, which is what the accountant is told.
+    `noise_multiplier` is the ratio of noise to sensitivity of one whole step, gradient and statistic together, which is
+    what the accountant is told; with a noise schedule it is the first step's. `dimensions` has the number of trainable
+    parameters of each group.
     """
 
     epsilon: float
@@ -32,7 +35,8 @@ class PrivacyPlan:
     steps_per_pass: int
     clipping: Clipping
     groups: Partition
-    dimension: int
+    dimensions: tuple[int, ...]
+    statistic_multiplier: float | None = None
     loss_reduction: str = "mean"
     noise: str = "torch"
     sampling: str = "poisson"
@@ -47,13 +51,28 @@ class PrivacyPlan:
         """Whether the accountant only approximates, so that the true ε can be larger than the one stated."""
         return ACCOUNTANTS[self.accountant].approximation
 
-    def event(self) -> StepEvent:
-        """What one step releases, for the ledger."""
-        return StepEvent(sample_rate=self.sample_rate, gradient_multiplier=self.noise_multiplier)
+    @property
+    def gradient_multiplier(self) -> float:
+        """The noise multiplier of the gradient alone, in the first step: larger than the step's if a statistic is
+        released beside it."""
+        if self.statistic_multiplier is None:
+            return self.noise_multiplier
+        return gradient_multiplier(self.noise_multiplier, self.statistic_multiplier)
 
-    def stddevs(self, thresholds: Tensor) -> Tensor:
-        """Standard deviation of the noise on each group's sum, [G,1], at these thresholds."""
-        return noise_stddevs(thresholds, self.noise_multiplier, self.clipping.allocation)
+    @property
+    def setting(self) -> Setting:
+        """What the threshold policy is told."""
+        return policy_setting(self.clipping, self.dimensions, self.expected_batch, self.steps, self.gradient_multiplier)
+
+    def event(self, step: int) -> StepEvent:
+        """What the step of that number releases, counted from 0, for the ledger."""
+        statistics = () if self.statistic_multiplier is None else (self.statistic_multiplier,)
+        relative = relative_noise(self.clipping.policy.noise_schedule(self.steps), step)
+        return StepEvent(self.sample_rate, relative * self.gradient_multiplier, statistics)
+
+    def stddevs(self, step: int, thresholds: Tensor) -> Tensor:
+        """Standard deviation of the noise on each group's sum, [G,1], in that step and at these thresholds."""
+        return noise_stddevs(thresholds, self.event(step).gradient_multiplier, self.clipping.allocation)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, for files."""
@@ -75,11 +94,16 @@ class PrivacyPlan:
                 f"  neighbours  add or remove one record; accountant {self.accountant}{sure}",
                 f"  steps       {self.steps:,}, each on a {self.sampling} batch of {self.expected_batch:,} expected "
                 f"records (rate {self.sample_rate:.4g})",
-                f"  noise       multiplier {self.noise_multiplier:.4g}, source {self.noise}",
+                f"  noise       multiplier {self.noise_multiplier:.4g}{self._split()}, source {self.noise}",
                 f"  clipping    {self.clipping.name}, {len(self.groups)} group(s), {self.clipping.policy}",
-                f"  parameters  {self.dimension:,} trainable",
+                f"  parameters  {sum(self.dimensions):,} trainable",
             ]
         )
+
+    def _split(self) -> str:
+        if self.statistic_multiplier is None:
+            return ""
+        return f" (gradient {self.gradient_multiplier:.4g}, statistic {self.statistic_multiplier:.4g})"
 
 
 def sensitivity(thresholds: Tensor) -> Tensor:
@@ -96,6 +120,19 @@ def noise_stddevs(thresholds: Tensor, multiplier: float, allocation: str) -> Ten
     if allocation == "equal-budget":
         return multiplier * math.sqrt(len(thresholds)) * thresholds.double()
     return torch.full_like(thresholds, multiplier, dtype=torch.float64) * sensitivity(thresholds)
+
+
+def relative_noise(stairs: Stairs, step: int) -> float:
+    """The relative noise multiplier of a step, counted from 0; beyond the schedule that of its last stair.
+
+    >>> [relative_noise([(1.0, 2), (0.5, 1)], step) for step in range(4)]
+    [1.0, 1.0, 0.5, 0.5]
+    """
+    for relative, count in stairs:
+        if step < count:
+            return relative
+        step -= count
+    return stairs[-1][0]
 
 
 def effective_multiplier(thresholds: Tensor, stddevs: Tensor) -> float:
@@ -115,22 +152,24 @@ def make_plan(
     accountant: str,
     clipping: Clipping,
     groups: Partition,
-    dimension: int,
+    dimensions: tuple[int, ...],
     loss_reduction: str,
     noise: str,
 ) -> PrivacyPlan:
     """Check the numbers, fill in the defaults, and find the noise multiplier or ε that is not given."""
-    if loss_reduction not in LOSS_REDUCTIONS:
-        raise unknown_name("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
-    if accountant not in ACCOUNTANTS:
-        raise unknown_name("accountant", accountant, ACCOUNTANTS)
+    named("loss_reduction", loss_reduction, dict.fromkeys(LOSS_REDUCTIONS))
+    named("accountant", accountant, ACCOUNTANTS)
     batch = _expected_batch(batch_size, dataset_size)
     per_pass = max(1, round(dataset_size / batch))
     total = _total_steps(epochs, steps, per_pass)
     chosen_delta = dataset_size**-1.1 if delta is None else delta
     if delta is None and dataset_size < 2:
         raise InvalidArgument("with a single record there is no default delta: give delta= yourself.")
-    eps, z = _budget(epsilon, noise_multiplier, chosen_delta, batch / dataset_size, total, accountant)
+    stairs = clipping.policy.noise_schedule(total)
+    eps, z = _budget(epsilon, noise_multiplier, chosen_delta, batch / dataset_size, stairs, accountant)
+    statistic = clipping.policy.statistic_multiplier(z, policy_setting(clipping, dimensions, batch, total, z))
+    if statistic is not None:
+        gradient_multiplier(z, statistic)
     return PrivacyPlan(
         epsilon=eps,
         delta=chosen_delta,
@@ -142,16 +181,28 @@ def make_plan(
         steps_per_pass=per_pass if steps is None else total,
         clipping=clipping,
         groups=groups,
-        dimension=dimension,
+        dimensions=dimensions,
+        statistic_multiplier=statistic,
         loss_reduction=loss_reduction,
         noise=noise,
     )
 
 
+def policy_setting(
+    clipping: Clipping, dimensions: tuple[int, ...], expected_batch: int, steps: int, multiplier: float
+) -> Setting:
+    """What a threshold policy is told of a run. Where every coordinate gets the same noise, a group's threshold adds to
+    the noise on all of them; where the budget is divided equally, to the noise on G times its own."""
+    groups, everything = len(dimensions), sum(dimensions)
+    uniform = clipping.allocation == "uniform"
+    noise_dimensions = tuple(everything if uniform else groups * own for own in dimensions)
+    return Setting(groups, expected_batch, steps, multiplier, noise_dimensions)
+
+
 def _expected_batch(batch_size: int | None, dataset_size: int) -> int:
     if batch_size is None:
         raise InvalidArgument("give batch_size=, the expected number of records in a batch.")
-    batch = _whole("batch_size", batch_size)
+    batch = whole("batch_size", batch_size)
     if batch > dataset_size:
         raise InvalidArgument(
             f"batch_size={batch} is larger than the data set of {dataset_size} records: use at most {dataset_size}."
@@ -163,27 +214,22 @@ def _total_steps(epochs: int | None, steps: int | None, per_pass: int) -> int:
     if epochs is not None and steps is not None:
         raise InvalidArgument("epochs= and steps= contradict each other: give one of them.")
     if epochs is not None:
-        return _whole("epochs", epochs) * per_pass
+        return whole("epochs", epochs) * per_pass
     if steps is not None:
-        return _whole("steps", steps)
+        return whole("steps", steps)
     raise InvalidArgument("give epochs= or steps=: the budget is divided over all steps of the run.")
 
 
 def _budget(
-    target: float | None, multiplier: float | None, delta: float, rate: float, steps: int, accountant: str
+    target: float | None, multiplier: float | None, delta: float, rate: float, stairs: Stairs, accountant: str
 ) -> tuple[float, float]:
+    """ε and the first step's noise multiplier, one of them given, for steps of this schedule."""
     if target is not None and multiplier is not None:
         raise InvalidArgument("epsilon= and noise_multiplier= contradict each other: give one of them.")
     if target is not None:
-        return float(target), noise_multiplier(target, delta, rate, steps, accountant)
+        z = scheduled_multiplier(target, delta, rate, stairs, accountant)
+        return float(target), z
     if multiplier is not None:
-        return epsilon(multiplier, rate, steps, delta, accountant), float(multiplier)
+        z = positive("noise_multiplier", multiplier)
+        return scheduled_epsilon(z, rate, stairs, delta, accountant), z
     raise InvalidArgument("give epsilon=, the privacy budget (3.0 is a common choice), or noise_multiplier=.")
-
-
-def _whole(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidType(f"{name} must be a whole number, got {value!r}.")
-    if value < 1:
-        raise InvalidArgument(f"{name} must be at least 1, got {value}.")
-    return value

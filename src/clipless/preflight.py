@@ -71,7 +71,7 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: str | C
     """
     how = as_clipping(clipping)
     groups = partition(how.groups, [name for name, p in model.named_parameters() if p.requires_grad])
-    bound = float(sensitivity(how.policy.thresholds(how.policy.init(len(groups)))))
+    bound = float(sensitivity(how.start(len(groups))))
     problems: list[str] = []
     records, error, change = 0, float("nan"), float("nan")
     changed = _changed_buffers(model, loss_fn, batch)

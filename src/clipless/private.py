@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
@@ -19,6 +20,7 @@ from clipless.noise import NoiseSource, noise_source
 from clipless.partition import partition
 from clipless.plan import PrivacyPlan, make_plan
 from clipless.sampling import Batch, Fetcher, PoissonSampler, PrivateLoader, fetcher, source_of
+from clipless.thresholds.history import History
 
 _ATTACHED: "weakref.WeakSet[nn.Module | Optimizer]" = weakref.WeakSet()
 
@@ -53,11 +55,14 @@ def make_private(
     for thing in (*model.modules(), optimizer):
         if thing in _ATTACHED:
             raise Misuse("this model or optimizer is private already: call detach() on its Private object first.")
+    if not isinstance(allow_overspend, bool):
+        raise InvalidType(f"allow_overspend must be True or False, got {allow_overspend!r}.")
     if None not in (batch_size, own_batch_size) and batch_size != own_batch_size:
         raise InvalidArgument(
             f"batch_size={batch_size} contradicts the DataLoader's batch_size={own_batch_size}: give one of them."
         )
     how = as_clipping(clipping)
+    groups = partition(how.groups, parameters)
     plan = make_plan(
         dataset_size=len(data),  # type: ignore[arg-type]
         batch_size=own_batch_size if batch_size is None else batch_size,
@@ -68,8 +73,8 @@ def make_private(
         delta=delta,
         accountant=accountant,
         clipping=how,
-        groups=partition(how.groups, parameters),
-        dimension=sum(p.numel() for p in parameters.values()),
+        groups=groups,
+        dimensions=tuple(sum(parameters[name].numel() for name in members) for members in groups.members),
         loss_reduction=loss_reduction,
         noise=noise,
     )
@@ -90,12 +95,14 @@ class Private:
     ) -> None:
         self.plan = plan
         self.ledger = Ledger()
+        self.history = History()
         self._model = model
         self._optimizer = optimizer
         self._source = source
         self._allow_overspend = allow_overspend
         self._batch: Batch | None = None
-        self._policy_state = plan.clipping.policy.init(len(plan.groups))
+        self._statistic: Tensor | None = None
+        self._policy_state = plan.clipping.policy.init(plan.setting)
         self._engine = Engine(model, plan.groups, self._factors)
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate)
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
@@ -117,20 +124,24 @@ class Private:
         return self.ledger.spent(self.plan.delta, self.plan.accountant)
 
     def detach(self) -> None:
-        """Remove every hook: model and optimizer are ordinary again, and no longer private."""
+        """Remove every hook: model and optimizer are ordinary again, and no longer private. A second call does nothing."""
+        if not self._handles:
+            return
         self._engine.tape.detach()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._batch = None
-        _ATTACHED.difference_update(self._model.modules())
+        _ATTACHED.difference_update(self._engine.tape.modules)
         _ATTACHED.discard(self._optimizer)
 
     def _attach(self) -> None:
         self._engine.tape.attach()
         self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(register_optimizer_step_pre_hook(_refuse_other_optimizers(self)))
-        _ATTACHED.update(self._model.modules())
+        everywhere = register_optimizer_step_pre_hook(_refuse_other_optimizers(self))
+        weakref.finalize(self, everywhere.remove)
+        self._handles.append(everywhere)
+        _ATTACHED.update(self._engine.tape.modules)
         _ATTACHED.add(self._optimizer)
 
     # What the loader announces.
@@ -159,6 +170,7 @@ class Private:
                 f"rate {self.plan.sample_rate}."
             )
         self._engine.clear()
+        self._statistic = None
         self._batch = batch
 
     def open_part(self, records: int) -> None:
@@ -168,29 +180,52 @@ class Private:
     # One step.
 
     def _factors(self, norms: Tensor) -> Tensor:
-        """How much of each record enters the sum, [G,B]."""
-        thresholds = self.plan.clipping.policy.thresholds(self._policy_state)
-        return self.plan.clipping.rule(norms, thresholds.to(norms))
+        """How much of each record enters the sum, [G,B]; the policy's statistic is added up beside it."""
+        policy = self.plan.clipping.policy
+        observed = policy.observe(self._policy_state, norms)
+        if observed is not None:
+            self._statistic = observed if self._statistic is None else self._statistic + observed
+        return self.plan.clipping.rule(norms, policy.thresholds(self._policy_state).to(norms))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Turn the clipped sum into the private gradient that the optimizer reads."""
         self._refuse_step(args, kwargs)
+        step = self.ledger.steps
+        self.ledger.record(self.plan.event(step))
+        self._release_gradient(step)
+        self._release_statistic(step)
+        self._engine.clear()
+        self._batch = None
+
+    def _release_gradient(self, step: int) -> None:
         sums, parameters = self._engine.sums, self._engine.tape.parameters
-        self.ledger.record(self.plan.event())
-        stddevs = self.plan.stddevs(self.plan.clipping.policy.thresholds(self._policy_state)).flatten().tolist()
-        noises = self._source.normals("gradient", self.ledger.steps, parameters.values())
+        thresholds = self.plan.clipping.policy.thresholds(self._policy_state)
+        stddevs = self.plan.stddevs(step, thresholds).flatten().tolist()
+        noises = self._source.normals("gradient", step, parameters.values())
         for (name, parameter), noise in zip(parameters.items(), noises, strict=True):
             noise *= stddevs[self.plan.groups.group_of[name]]
             if name in sums:
                 noise = noise + sums[name]
-            parameter.grad = (noise / self.plan.expected_batch).to(parameter.dtype)
-        self._engine.clear()
-        self._batch = None
+            private_gradient = (noise / self.plan.expected_batch).to(parameter.dtype)
+            parameter.grad = private_gradient if parameter.requires_grad else None
+
+    def _release_statistic(self, step: int) -> None:
+        """Noise the statistic, let the policy set the next thresholds from it, and keep what was released."""
+        policy, released = self.plan.clipping.policy, None
+        if self.plan.statistic_multiplier is not None:
+            if self._statistic is None:
+                self._factors(torch.zeros(len(self.plan.groups), 0))
+            assert self._statistic is not None
+            (noise,) = self._source.normals("statistic", step, [self._statistic])
+            released = self._statistic + self.plan.statistic_multiplier * noise
+        self._statistic = None
+        self._policy_state = policy.update(self._policy_state, released, self.plan.setting)
+        self.history.append(self._policy_state, released)
 
     def _refuse_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(argument not in (None, self._optimizer) for argument in (*args, *kwargs.values())):
             raise Misuse("step(closure) would evaluate the loss again after the noise: call step() without arguments.")
-        if getattr(self._optimizer, "grad_scale", None) is not None:
+        if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
             raise Misuse(
                 "a gradient scaler would scale the gradients and not the noise: train without GradScaler (bfloat16 needs "
                 "none)."
@@ -205,6 +240,9 @@ class Private:
                 "loss.backward() on the model's output for the whole batch, or for every micro-batch, before step(). If "
                 "you did, the model's hooks were removed or its output detached."
             )
+        if not self._engine.tape.intact():
+            raise Misuse("the model's hooks were removed: call detach() and make_private anew.")
+        self._engine.tape.restore()
         self._refuse_changed_parameters()
 
     def _refuse_changed_parameters(self) -> None:
@@ -227,6 +265,7 @@ class Private:
             "plan": self.plan.to_dict(),
             "ledger": self.ledger.to_dict(),
             "policy": {name: value.clone() for name, value in self._policy_state.items()},
+            "history": self.history.state_dict(),
             "draws": self.loader.draws,
             "seed": self._source.seed,
         }
@@ -235,11 +274,16 @@ class Private:
         """Go on from a saved state, with weights and optimizer restored by the caller. The plan must be the same."""
         if self._batch is not None or self.ledger.steps:
             raise Misuse("load_state_dict() after training began: load into a fresh make_private.")
+        expected = {"plan", "ledger", "policy", "history", "draws", "seed"}
+        if not isinstance(state, dict) or expected - state.keys():
+            missing = sorted(expected - state.keys()) if isinstance(state, dict) else sorted(expected)
+            raise InvalidArgument(f"not a state of a private run: {', '.join(missing)} is missing.")
         if state["plan"] != self.plan.to_dict():
             changed = [key for key, value in self.plan.to_dict().items() if state["plan"].get(key) != value]
             raise InvalidArgument(f"the saved state belongs to another plan (different: {', '.join(changed)}).")
         self.ledger = Ledger.from_dict(state["ledger"])
         self._policy_state = {name: value.clone() for name, value in state["policy"].items()}
+        self.history = History.from_state_dict(state["history"])
         self.loader.draws = state["draws"]
         self._source.seed = state["seed"]
 

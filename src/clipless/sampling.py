@@ -23,7 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from clipless.errors import InvalidArgument, InvalidType
+from clipless.errors import InvalidArgument, InvalidType, Misuse, whole
 from clipless.noise import NoiseSource
 
 
@@ -66,6 +66,7 @@ class PrivateLoader:
 
     def __init__(self, fetch: "Fetcher", sampler: PoissonSampler, steps_per_pass: int, listener: Listener) -> None:
         self.draws = 0
+        self._passes = 0
         self._fetch = fetch
         self._sampler = sampler
         self._steps_per_pass = steps_per_pass
@@ -79,20 +80,24 @@ class PrivateLoader:
 
     def microbatches(self, size: int) -> "MicroBatches":
         """For each logical batch an iterator of parts of at most `size` records: backward each, then step once."""
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise InvalidType(f"the size of a micro-batch must be a whole number, got {size!r}.")
-        if size < 1:
-            raise InvalidArgument(f"the size of a micro-batch must be at least 1, got {size}.")
-        return MicroBatches(self, size)
+        return MicroBatches(self, whole("the size of a micro-batch", size))
 
     def _pass(self, part_size: int | None) -> Iterator[Iterator[Any]]:
         left = self._listener.steps_left()
         steps = self._steps_per_pass if left is None else min(self._steps_per_pass, left)
-        return self._parts(_Schedule(self._sampler, self.draws, steps, part_size), steps)
+        return self._parts(steps, part_size)
 
-    def _parts(self, schedule: "_Schedule", steps: int) -> Iterator[Iterator[Any]]:
+    def _parts(self, steps: int, part_size: int | None) -> Iterator[Iterator[Any]]:
+        self._passes += 1
+        number = self._passes
+        schedule = _Schedule(self._sampler, self.draws, steps, part_size)
         fetched = self._fetch(schedule.filled())
         for _ in range(steps):
+            if number != self._passes:
+                raise Misuse(
+                    "a second pass over private.loader was begun before this one ended, and both would draw the same "
+                    "batches: use one iterator at a time."
+                )
             batch, sizes = schedule.next()
             self._listener.open_batch(batch)
             self.draws = batch.draw + 1
@@ -264,12 +269,18 @@ def _sized(dataset: object) -> Dataset[Any]:
 
 
 def _refuse_own_sampling(loader: DataLoader[Any]) -> None:
-    own = type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in (RandomSampler, SequentialSampler)
-    if not own or getattr(loader.sampler, "replacement", False):
+    batches = loader.batch_sampler
+    sampler = getattr(batches, "sampler", loader.sampler)
+    plain = type(batches) is BatchSampler and type(sampler) in (RandomSampler, SequentialSampler)
+    if isinstance(loader.dataset, IterableDataset):
+        return
+    partial = isinstance(sampler, RandomSampler) and (
+        sampler.replacement or sampler.num_samples != len(sampler.data_source)
+    )
+    if not plain or partial:
         raise InvalidArgument(
-            f"the DataLoader has its own sampling ({type(loader.batch_sampler).__name__} over "
-            f"{type(loader.sampler).__name__}), and its privacy is not that of Poisson batches. Give the data set, or a "
-            "DataLoader with a plain batch_size."
+            f"the DataLoader has its own sampling ({type(batches).__name__} over {type(sampler).__name__}), and its privacy "
+            "is not that of Poisson batches. Give the data set, or a DataLoader with a plain batch_size."
         )
 
 

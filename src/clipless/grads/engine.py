@@ -100,7 +100,7 @@ def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: s
     how = as_clipping(clipping)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     groups = partition(how.groups, names)
-    thresholds = how.policy.thresholds(how.policy.init(len(groups)))
+    thresholds = how.start(len(groups))
     kept_norms: list[Tensor] = []
 
     def clip(norms: Tensor) -> Tensor:

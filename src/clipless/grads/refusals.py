@@ -66,4 +66,7 @@ class BufferGuard:
     def _put_back(self) -> None:
         with torch.no_grad():
             for name, value in self._values.items():
-                self._before[name][0].copy_(value)
+                buffer = self._before[name][0]
+                buffer.copy_(value)
+                owner, _, own_name = name.rpartition(".")
+                self._model.get_submodule(owner)._buffers[own_name] = buffer

@@ -5,7 +5,7 @@ autograd computes no weight gradient, and puts an identity, the tap, on the modu
 receives the gradient of the output; with the input it remembers, the module's layer rule makes the pieces of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,14 +78,30 @@ class Tape:
             self._handles.append(parameter.register_hook(_refuse_stray(name)))
 
     def detach(self) -> None:
-        self._restore()
+        self.restore()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        """The modules that the tape watches."""
+        return self._names
+
+    def intact(self) -> bool:
+        """Whether every hook is still where the tape put it."""
+        return bool(self._handles) and all(h.id in (h.hooks_dict_ref() or ()) for h in self._handles)
+
+    def restore(self) -> None:
+        """Turn on again what an interrupted forward pass has left turned off."""
+        for frame in self._frames:
+            for parameter in frame.turned_off:
+                parameter.requires_grad_(True)
+        self._frames.clear()
+
     def open(self, part: Part | None) -> None:
         """From now on forward passes belong to this part; whatever an earlier one left unfinished is dropped."""
-        self._restore()
+        self.restore()
         self.part = part
 
     def _owned_parameters(self, model: nn.Module) -> dict[nn.Module, dict[str, str]]:
@@ -99,13 +115,6 @@ class Tape:
                 self.rules[module_name] = rule_of(module) or generic
         return owned
 
-    def _restore(self) -> None:
-        """Turn on again what an interrupted forward pass has left turned off."""
-        for frame in self._frames:
-            for parameter in frame.turned_off:
-                parameter.requires_grad_(True)
-        self._frames.clear()
-
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused:
             return None
@@ -113,6 +122,9 @@ class Tape:
             self._frames.append(Frame(module, self._place(module), armed=False))
             self._layout.note(self._frames[-1].place, shapes_of((args, kwargs)))
             return None
+        if self._frames and self._frames[0].module is module:
+            self.restore()  # an earlier pass was interrupted where torch calls no hooks
+        refuse_module(module, self._names[module])
         armed = torch.is_grad_enabled()
         entry = armed and not any(frame.armed for frame in self._frames)
         changed = None
@@ -121,12 +133,12 @@ class Tape:
         frame = Frame(module, self._place(module), armed)
         self._frames.append(frame)
         if armed:
-            refuse_module(module, self._names[module])
             self._arm(frame, args, kwargs)
         return changed
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, records: int) -> tuple[Any, Any]:
         """At the outermost module: learn the layout once, and give an empty batch a row that no sum will ever see."""
+        _refuse_foreign_rows((args, kwargs), records)
         self._buffers.remember()
         name = self._names[module]
         if records == 0:
@@ -265,6 +277,16 @@ class Tape:
         return Place(name, self._calls[name])
 
 
+def _refuse_foreign_rows(inputs: Any, records: int) -> None:
+    shapes = shapes_of(inputs)
+    if shapes and not any(records in shape for shape in shapes):
+        raise Misuse(
+            "the model's rows are not the batch's records: no input has one row for each. Give it what private.loader "
+            "handed out, as it is; split a batch with private.loader.microbatches(n), and use other data under "
+            "torch.no_grad()."
+        )
+
+
 def _shared(place: Place, shapes: Shapes, records: int) -> CliplessError:
     got = ", ".join(written(shape, records) for shape in shapes) or "no tensor"
     return UnsupportedModule(
@@ -330,8 +352,12 @@ class _Hook:
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _no_hook
 
-    def __reduce__(self) -> str:
-        return "_no_hook"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _left_behind, ()
+
+
+def _left_behind() -> Callable[..., None]:
+    return _no_hook
 
 
 def _no_hook(*args: Any) -> None:

@@ -5,6 +5,10 @@ it can be saved. A policy learns from released, noised values only.
 """
 
 from clipless.thresholds.constant import Constant
-from clipless.thresholds.policy import State, ThresholdPolicy, positive
+from clipless.thresholds.dc_e import DCE
+from clipless.thresholds.dc_p import DCP
+from clipless.thresholds.decay import Decay
+from clipless.thresholds.policy import Setting, Stairs, State, ThresholdPolicy, positive
+from clipless.thresholds.quantile import Quantile
 
-__all__ = ["Constant", "State", "ThresholdPolicy", "positive"]
+__all__ = ["DCE", "DCP", "Constant", "Decay", "Quantile", "Setting", "Stairs", "State", "ThresholdPolicy", "positive"]

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from clipless.errors import InvalidArgument
-from clipless.thresholds.policy import State, positive
+from clipless.thresholds.policy import Fixed, Setting, State, positive, shared_out
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(Fixed):
     """One threshold R for the whole gradient, shared out as R/√G over G groups, or one threshold for each group.
 
     Either way the sensitivity is the length of the threshold vector; with a single R it is R, however many groups.
 
-    >>> Constant(2.0).thresholds(Constant(2.0).init(groups=4)).flatten()
+    >>> Constant(2.0).thresholds(Constant(2.0).init(Setting(groups=4))).flatten()
     tensor([1., 1., 1., 1.])
     """
 
@@ -28,14 +28,14 @@ class Constant:
         checked = tuple(positive("threshold", r) for r in given) if many else positive("threshold", given)  # type: ignore[union-attr]
         object.__setattr__(self, "threshold", checked)
 
-    def init(self, groups: int) -> State:
+    def init(self, setting: Setting) -> State:
         if isinstance(self.threshold, float):
-            return {"thresholds": torch.full((groups, 1), self.threshold / groups**0.5)}
+            return {"thresholds": shared_out(self.threshold, setting.groups)}
         values = tuple(self.threshold)
-        if len(values) != groups:
+        if len(values) != setting.groups:
             raise InvalidArgument(
-                f"{len(values)} thresholds were given for {groups} groups: give one for each group, or a single number, "
-                "which is shared out over the groups."
+                f"{len(values)} thresholds were given for {setting.groups} groups: give one for each group, or a single "
+                "number, which is shared out over the groups."
             )
         return {"thresholds": torch.tensor(values).unsqueeze(1)}
 

@@ -1,0 +1,20 @@
+"""Accounting: events in, epsilon out. Imports no torch."""
+
+from clipless.accounting.accountants import ACCOUNTANTS, epsilon
+from clipless.accounting.calibrate import noise_multiplier
+from clipless.accounting.events import StepEvent, gradient_multiplier, joint_multiplier
+from clipless.accounting.ledger import Ledger, Spent
+from clipless.accounting.schedule import scheduled_epsilon, scheduled_multiplier
+
+__all__ = [
+    "ACCOUNTANTS",
+    "Ledger",
+    "Spent",
+    "StepEvent",
+    "epsilon",
+    "gradient_multiplier",
+    "joint_multiplier",
+    "noise_multiplier",
+    "scheduled_epsilon",
+    "scheduled_multiplier",
+]

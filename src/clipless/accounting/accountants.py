@@ -1,0 +1,73 @@
+"""From what was released to epsilon: three accountants in one registry."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+from clipless.accounting import checks
+from clipless.accounting.events import StepEvent
+from clipless.accounting.gdp import gdp_epsilon
+from clipless.accounting.pld import pld_epsilon
+from clipless.accounting.rdp import rdp_epsilon
+from clipless.accounting.release import Release, releases
+from clipless.errors import unknown_name
+
+NO_NOISE = 1e-100
+
+
+@dataclass(frozen=True)
+class Accountant:
+    """A way to compute epsilon. `approximation` marks one whose epsilon can lie below the truth."""
+
+    name: str
+    approximation: bool
+    bound: Callable[[tuple[Release, ...], float], float]
+
+    def epsilon(self, events: Sequence[tuple[StepEvent, int]], delta: float) -> float:
+        """Epsilon at delta after each event happened `count` times; 0 for no events, infinite if one had no noise.
+
+        Noise below `NO_NOISE` counts as none.
+        """
+        spent = releases(events)
+        if not spent:
+            return 0.0
+        if any(release.noise_multiplier < NO_NOISE for release in spent):
+            return math.inf
+        return _epsilon(self, spent, delta)
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(accountant: Accountant, spent: tuple[Release, ...], delta: float) -> float:
+    bound = float(accountant.bound(spent, delta))
+    return math.inf if math.isnan(bound) else max(0.0, bound)
+
+
+ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType(
+    {
+        "pld": Accountant("pld", approximation=False, bound=pld_epsilon),
+        "rdp": Accountant("rdp", approximation=False, bound=rdp_epsilon),
+        "gdp": Accountant("gdp", approximation=True, bound=gdp_epsilon),
+    }
+)
+
+
+def accountant_named(name: str) -> Accountant:
+    """The registered accountant of that name, or an error that names the nearest one."""
+    if not isinstance(name, str) or name not in ACCOUNTANTS:
+        raise unknown_name("accountant", name, ACCOUNTANTS)
+    return ACCOUNTANTS[name]
+
+
+def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld") -> float:
+    """What `steps` steps of DP-SGD spend at `delta`, for adding or removing one record, with Poisson batches.
+
+    "pld" (tight) and "rdp" are upper bounds. "gdp" is an approximation that can under-report.
+
+    >>> round(epsilon(noise_multiplier=1.1, sample_rate=0.01, steps=1000, delta=1e-5), 2)
+    1.52
+    """
+    event = StepEvent(checks.rate(sample_rate), checks.positive_multiplier("noise_multiplier", noise_multiplier))
+    count = checks.step_count(steps)
+    return accountant_named(accountant).epsilon(((event, count),), checks.failure_probability(delta))

@@ -1,0 +1,96 @@
+"""The least noise that keeps a promise."""
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+from clipless.accounting import checks
+from clipless.accounting.accountants import accountant_named
+from clipless.accounting.accountants import epsilon as epsilon_of
+
+LEAST_MULTIPLIER = 1e-3
+TOLERANCE = 0.008
+# Trials by secant before the search falls back to halving its bracket.
+PATIENCE = 8
+# Two multipliers this close are the same: what lies between them is a jump of the accountant.
+SAME = 1 + 1e-4
+
+
+def noise_multiplier(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "pld") -> float:
+    """The smallest noise multiplier with which `steps` steps spend at most (epsilon, delta).
+
+    Promise: `clipless.epsilon` of the result is never above `epsilon`, and above 99 % of it unless the accountant
+    jumps there. The result is at least `LEAST_MULTIPLIER`; that is the answer where even so little noise keeps the
+    promise, as when delta exceeds the chance that a record is ever sampled: then choose a smaller delta.
+
+    >>> z = noise_multiplier(epsilon=3.0, delta=1e-5, sample_rate=0.01, steps=1000)
+    >>> 2.97 < epsilon_of(z, sample_rate=0.01, steps=1000, delta=1e-5) <= 3.0
+    True
+    """
+    return _noise_multiplier(
+        checks.target_epsilon(epsilon),
+        checks.failure_probability(delta),
+        checks.rate(sample_rate),
+        checks.step_count(steps),
+        accountant_named(accountant).name,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _noise_multiplier(target: float, delta: float, rate: float, steps: int, accountant: str) -> float:
+    def spent(z: float) -> float:
+        return epsilon_of(z, rate, steps, delta, accountant)
+
+    start = 1.0 if accountant == "gdp" else _noise_multiplier(target, delta, rate, steps, "gdp")
+    return search(spent, target, start)
+
+
+class _Trial(NamedTuple):
+    z: float
+    epsilon: float
+
+
+def search(spent: Callable[[float], float], target: float, start: float) -> float:
+    """Bracket the target and close in on it from the safe side. What is returned was tried and found to be enough."""
+    aim = target * (1 - TOLERANCE / 4)
+    trials: list[_Trial] = []
+    too_little, enough = 0.0, math.inf
+    z = max(start, LEAST_MULTIPLIER)
+    while True:
+        trial = _Trial(z, spent(z))
+        trials.append(trial)
+        if trial.epsilon > target:
+            too_little = z
+        else:
+            enough = z
+            if trial.epsilon >= target * (1 - TOLERANCE) or z == LEAST_MULTIPLIER:
+                return z
+        if enough <= too_little * SAME:
+            return enough
+        z = max(_next(trials, aim, too_little, enough), LEAST_MULTIPLIER)
+
+
+def _next(trials: list[_Trial], aim: float, too_little: float, enough: float) -> float:
+    """The multiplier to try next: by secant, kept inside the bracket, or within a factor of 8 while there is none."""
+    z = _secant(trials, aim)
+    if too_little == 0:
+        return min(max(z, enough / 8), enough / 1.01)
+    if enough == math.inf:
+        return max(min(z, too_little * 8), too_little * 1.01)
+    if len(trials) > PATIENCE or not too_little < z < enough:
+        return math.sqrt(too_little * enough)
+    return z
+
+
+def _secant(trials: list[_Trial], aim: float) -> float:
+    """Where the line through the two trials nearest to the aim meets it, in logarithms; slope -3/2 through one."""
+    usable = [trial for trial in trials if 0 < trial.epsilon < math.inf]
+    if not usable:
+        return 0.0 if trials[-1].epsilon == 0 else math.inf
+    nearest, *others = sorted(usable, key=lambda trial: abs(math.log(trial.epsilon / aim)))
+    slope = -1.5
+    if others and others[0].epsilon != nearest.epsilon:
+        slope = math.log(others[0].epsilon / nearest.epsilon) / math.log(others[0].z / nearest.z)
+    step = math.log(aim / nearest.epsilon) / (slope if slope < 0 else -1.5)
+    return nearest.z * math.exp(min(max(step, -3.0), 3.0))

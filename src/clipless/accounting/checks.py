@@ -1,0 +1,72 @@
+"""What the accounting functions accept. Each check returns the value as a plain Python number or refuses it."""
+
+import math
+from numbers import Integral, Real
+
+from clipless.errors import InvalidArgument, InvalidType
+
+
+def real(name: str, value: object) -> float:
+    """A number that is not NaN, as a float.
+
+    >>> real("epsilon", 3)
+    3.0
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InvalidType(f"{name} must be a number, got {value!r} of type {type(value).__name__}; pass a float.")
+    if math.isnan(value):
+        raise InvalidArgument(f"{name} is NaN; look for the division or the logarithm that made it.")
+    return float(value)
+
+
+def target_epsilon(value: object) -> float:
+    """A finite epsilon above 0."""
+    epsilon = real("epsilon", value)
+    if not 0 < epsilon < math.inf:
+        raise InvalidArgument(
+            f"epsilon must be finite and above 0, got {epsilon}; usual targets lie between 0.1 and 10."
+        )
+    return epsilon
+
+
+def failure_probability(value: object) -> float:
+    """A delta strictly between 0 and 1."""
+    delta = real("delta", value)
+    if not 0 < delta < 1:
+        raise InvalidArgument(f"delta must lie in (0, 1), got {delta}; choose it below 1 / (number of records).")
+    return delta
+
+
+def rate(value: object) -> float:
+    """A sampling probability in (0, 1]."""
+    sample_rate = real("sample_rate", value)
+    if not 0 < sample_rate <= 1:
+        raise InvalidArgument(
+            f"sample_rate must lie in (0, 1], got {sample_rate}; it is expected batch / number of records."
+        )
+    return sample_rate
+
+
+def step_count(value: object) -> int:
+    """A whole number of steps, at least 1."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InvalidType(f"steps must be an int, got {value!r} of type {type(value).__name__}; round it first.")
+    if value < 1:
+        raise InvalidArgument(f"steps must be at least 1, got {value}; a run without steps spends nothing.")
+    return int(value)
+
+
+def multiplier(name: str, value: object) -> float:
+    """A ratio of noise to sensitivity, 0 and infinity included."""
+    ratio = real(name, value)
+    if ratio < 0:
+        raise InvalidArgument(f"{name} must not be negative, got {ratio}; it is standard deviation / sensitivity.")
+    return ratio
+
+
+def positive_multiplier(name: str, value: object) -> float:
+    """A ratio of noise to sensitivity above 0."""
+    ratio = multiplier(name, value)
+    if ratio == 0:
+        raise InvalidArgument(f"{name} must be above 0, got 0: without noise no finite epsilon exists.")
+    return ratio

@@ -1,0 +1,129 @@
+"""What one step of private training releases, as data. The neighbouring relation is add-or-remove one record."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import dp_accounting
+
+from clipless.accounting import checks
+from clipless.errors import InvalidArgument, InvalidType
+
+
+def joint_multiplier(*multipliers: float) -> float:
+    """The multiplier of one Gaussian that is worth several on the same batch: (Σ z^-2)^(-1/2).
+
+    One multiplier is returned unchanged. One of 0 makes the whole 0; infinity (nothing released) costs nothing.
+
+    >>> joint_multiplier(1.1)
+    1.1
+    >>> joint_multiplier(3.0, 4.0)
+    2.4
+    >>> joint_multiplier(2.0, float("inf"))
+    2.0
+    """
+    if not multipliers:
+        raise InvalidArgument("joint_multiplier needs at least one multiplier; pass math.inf if nothing is released.")
+    ratios = [checks.multiplier("multiplier", z) for z in multipliers]
+    least = min(ratios)
+    if len(ratios) == 1 or least in (0.0, math.inf):
+        return least
+    return least / math.sqrt(sum((least / z) ** 2 for z in ratios))
+
+
+def gradient_multiplier(total: float, statistic: float) -> float:
+    """The gradient's multiplier, given the step's total and what a statistic on the same batch takes of it.
+
+    Promise: `joint_multiplier(gradient_multiplier(total, statistic), statistic)` is at least `total`, and above it by
+    float rounding at most. The statistic must be noisier than the whole step.
+
+    >>> gradient_multiplier(2.4, 4.0)
+    3.0
+    >>> gradient_multiplier(1.0, float("inf"))
+    1.0
+    """
+    total = checks.positive_multiplier("total multiplier", total)
+    statistic = checks.positive_multiplier("statistic multiplier", statistic)
+    if statistic <= total:
+        raise InvalidArgument(
+            f"a statistic multiplier of {statistic} takes more than the whole step, whose multiplier is {total}: raise "
+            f"it above {total}. {2 * total:g} leaves 3/4 of the budget to the gradient."
+        )
+    share = total / statistic
+    gradient = total / math.sqrt((1 - share) * (1 + share))
+    ulp = 2.0**-52
+    while joint_multiplier(gradient, statistic) < total:
+        gradient *= 1 + ulp
+        ulp *= 2
+    return gradient
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One step: a Poisson batch, its noised gradient sum, and the noised statistics of the same batch.
+
+    Multipliers are ratios (standard deviation / L2 sensitivity). 0 means released in clear, infinity not released.
+
+    >>> StepEvent(sample_rate=0.01, gradient_multiplier=3.0, statistic_multipliers=(4.0,)).noise_multiplier
+    2.4
+    """
+
+    sample_rate: float
+    gradient_multiplier: float
+    statistic_multipliers: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.statistic_multipliers, tuple):
+            raise InvalidType(
+                f"statistic_multipliers must be a tuple, got {self.statistic_multipliers!r}; write (z,) for one."
+            )
+        statistics = tuple(checks.multiplier("statistic multiplier", z) for z in self.statistic_multipliers)
+        object.__setattr__(self, "sample_rate", checks.rate(self.sample_rate))
+        object.__setattr__(self, "gradient_multiplier", checks.multiplier("noise_multiplier", self.gradient_multiplier))
+        object.__setattr__(self, "statistic_multipliers", statistics)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The multiplier of everything this step releases, taken together."""
+        return joint_multiplier(self.gradient_multiplier, *self.statistic_multipliers)
+
+    def dp_event(self) -> dp_accounting.DpEvent:
+        """This step in the language of dp-accounting.
+
+        >>> StepEvent(sample_rate=1.0, gradient_multiplier=2.0).dp_event()
+        GaussianDpEvent(noise_multiplier=2.0)
+        """
+        return sampled_gaussian(self.sample_rate, self.noise_multiplier)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, from which `from_dict` makes an equal event."""
+        return {
+            "sample_rate": self.sample_rate,
+            "gradient_multiplier": self.gradient_multiplier,
+            "statistic_multipliers": list(self.statistic_multipliers),
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, object]) -> "StepEvent":
+        """The event that `to_dict` wrote; every field is required and checked."""
+        fields = {"sample_rate", "gradient_multiplier", "statistic_multipliers"}
+        if set(record) != fields:
+            raise InvalidArgument(f"a step event has the fields {sorted(fields)}, got {sorted(record)}.")
+        statistics = record["statistic_multipliers"]
+        if not isinstance(statistics, (list, tuple)):
+            raise InvalidType(f"statistic_multipliers must be a list of numbers, got {statistics!r}.")
+        return cls(
+            checks.real("sample_rate", record["sample_rate"]),
+            checks.real("gradient_multiplier", record["gradient_multiplier"]),
+            tuple(statistics),
+        )
+
+
+def sampled_gaussian(sample_rate: float, noise_multiplier: float) -> dp_accounting.DpEvent:
+    """A Gaussian release on a Poisson batch; without noise it is not private, with infinite noise it is nothing."""
+    if noise_multiplier == 0:
+        return dp_accounting.NonPrivateDpEvent()
+    if noise_multiplier == math.inf:
+        return dp_accounting.NoOpDpEvent()
+    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
+    return gaussian if sample_rate == 1 else dp_accounting.PoissonSampledDpEvent(sample_rate, gaussian)

@@ -1,0 +1,37 @@
+"""Runs whose noise changes from step to step by a fixed schedule of stairs (relative multiplier, number of steps)."""
+
+from collections.abc import Sequence
+
+from clipless.accounting import checks
+from clipless.accounting.accountants import accountant_named
+from clipless.accounting.calibrate import noise_multiplier, search
+from clipless.accounting.events import StepEvent
+
+Stairs = Sequence[tuple[float, int]]
+
+
+def scheduled_epsilon(multiplier: float, sample_rate: float, stairs: Stairs, delta: float, accountant: str) -> float:
+    """What a run spends whose steps have the noise multipliers `multiplier * relative`.
+
+    >>> scheduled_epsilon(1.0, 0.01, [(1.0, 50), (0.5, 50)], 1e-5, "rdp") > scheduled_epsilon(
+    ...     1.0, 0.01, [(1.0, 100)], 1e-5, "rdp"
+    ... )
+    True
+    """
+    z = checks.positive_multiplier("noise_multiplier", multiplier)
+    rate, allowed = checks.rate(sample_rate), checks.failure_probability(delta)
+    events = [(StepEvent(rate, z * relative), steps) for relative, steps in stairs]
+    return accountant_named(accountant).epsilon(events, allowed)
+
+
+def scheduled_multiplier(epsilon: float, delta: float, sample_rate: float, stairs: Stairs, accountant: str) -> float:
+    """The smallest multiplier of a first step, relative 1, with which the whole schedule spends at most ε at δ."""
+    steps = sum(count for _, count in stairs)
+    constant = noise_multiplier(epsilon, delta, sample_rate, steps, accountant)
+    if all(relative == 1 for relative, _ in stairs):
+        return constant
+
+    def spent(z: float) -> float:
+        return scheduled_epsilon(z, sample_rate, stairs, delta, accountant)
+
+    return search(spent, checks.target_epsilon(epsilon), start=constant)

@@ -1,0 +1,56 @@
+"""The command line: `clipless train`, `clipless budget`.
+
+Exit codes: 0 done, 1 a bug, 2 an argument or a data set that was refused, 130 interrupted.
+"""
+
+import os
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from clipless.cli import _output
+from clipless.cli.budget import budget
+from clipless.cli.train import train
+from clipless.errors import CliplessError
+
+app = typer.Typer(
+    name="clipless",
+    help="Train PyTorch models with differential privacy and no clipping threshold to tune.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"clipless {version('clipless')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train PyTorch models with differential privacy and no clipping threshold to tune."""
+
+
+app.command(epilog="Example:  clipless train --data digits --model mlp --clipping auto-s --epsilon 3")(train)
+app.command(
+    epilog="Example:  clipless budget --epsilon 3 --dataset-size 60000 --batch-size 2048 --epochs 40 --delta 1e-5"
+)(budget)
+
+
+def main() -> None:
+    """Run the command line; what clipless refuses becomes one message on stderr and exit code 2, no traceback."""
+    sys.path.insert(0, os.getcwd())  # as `python -m` does, so that --model finds a module in the current folder
+    try:
+        app()
+    except CliplessError as error:
+        _output.show_error(error)
+        sys.exit(2)

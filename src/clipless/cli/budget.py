@@ -1,0 +1,103 @@
+"""`clipless budget`: epsilon from a noise multiplier, or the noise multiplier for an epsilon."""
+
+from typing import Annotated
+
+import typer
+
+from clipless import accounting
+from clipless.cli import _output
+from clipless.errors import InvalidArgument
+
+
+def budget(
+    noise_multiplier: Annotated[float | None, typer.Option(help="Ask for the epsilon of this noise.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Ask for the noise that this epsilon needs.")] = None,
+    dataset_size: Annotated[int | None, typer.Option(help="Number of training records.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Expected size of a batch.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training records.")] = None,
+    sample_rate: Annotated[
+        float | None, typer.Option(help="Probability of a record to be in a batch, instead of the two sizes.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps, instead of epochs.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Default: N ** -1.1 when --dataset-size N is given.")] = None,
+    accountant: Annotated[str, typer.Option(help="pld, rdp, or gdp (an approximation).")] = "pld",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")
+    ] = False,
+) -> None:
+    """Epsilon from a noise multiplier, or the noise multiplier for an epsilon, for Poisson-sampled steps.
+
+    Describe the run by --dataset-size, --batch-size and --epochs (or --steps), or by --sample-rate and --steps.
+    """
+    rate = _sample_rate(sample_rate, dataset_size, batch_size)
+    count = _steps(steps, epochs, rate)
+    failure = _delta(delta, dataset_size)
+    if noise_multiplier is not None and epsilon is None:
+        noise = noise_multiplier
+    elif epsilon is not None and noise_multiplier is None:
+        noise = accounting.noise_multiplier(epsilon, failure, rate, count, accountant=accountant)
+    else:
+        raise InvalidArgument(
+            "give either --noise-multiplier (to ask for epsilon) or --epsilon (to ask for the noise)."
+        )
+    spent = accounting.epsilon(noise, rate, count, failure, accountant=accountant)
+    approximation = accounting.ACCOUNTANTS[accountant].approximation
+    answer = {
+        "epsilon": spent,
+        "delta": failure,
+        "noise_multiplier": noise,
+        "sample_rate": rate,
+        "steps": count,
+        "accountant": accountant,
+        "approximation": approximation,
+    }
+    if as_json:
+        _output.show_json(answer)
+        return
+    _output.show_table(
+        "Privacy budget",
+        {
+            "epsilon": _output.short(spent),
+            "delta": _output.short(failure),
+            "noise multiplier": _output.short(noise),
+            "sample rate": _output.short(rate),
+            "steps": str(count),
+            "accountant": accountant + (" (approximation)" if approximation else ""),
+        },
+    )
+    if approximation:
+        _output.show_note(_output.GDP_NOTE)
+
+
+def _sample_rate(sample_rate: float | None, dataset_size: int | None, batch_size: int | None) -> float:
+    if sample_rate is not None:
+        if batch_size is not None:
+            raise InvalidArgument("--sample-rate contradicts --batch-size: give the rate, or the two sizes.")
+        return sample_rate
+    if dataset_size is None or batch_size is None:
+        raise InvalidArgument("how often is a record sampled? Give --dataset-size and --batch-size, or --sample-rate.")
+    if not 1 <= batch_size <= dataset_size:
+        raise InvalidArgument(
+            f"--batch-size is {batch_size}: choose one from 1 to the data set's {dataset_size} records."
+        )
+    return batch_size / dataset_size
+
+
+def _steps(steps: int | None, epochs: int | None, sample_rate: float) -> int:
+    if steps is not None and epochs is None:
+        return steps
+    if epochs is None or steps is not None:
+        raise InvalidArgument("how long is the run? Give either --epochs or --steps.")
+    if not 0 < sample_rate <= 1:
+        raise InvalidArgument(f"--sample-rate is {sample_rate}: choose a probability above 0 and up to 1.")
+    return epochs * max(1, round(1 / sample_rate))
+
+
+def _delta(delta: float | None, dataset_size: int | None) -> float:
+    if delta is not None:
+        return delta
+    if dataset_size is None:
+        raise InvalidArgument("--delta is missing: choose one well below 1 / N, or give --dataset-size for N ** -1.1.")
+    if dataset_size < 1:
+        raise InvalidArgument(f"--dataset-size is {dataset_size}: give the number of training records.")
+    return float(dataset_size**-1.1)

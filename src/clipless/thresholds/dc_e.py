@@ -1,0 +1,68 @@
+"""DC-SGD-E: the threshold that minimises the expected error of the private gradient, from a private histogram."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clipless.thresholds.histogram import Histogram
+from clipless.thresholds.policy import LEAST, MOST, Setting, State, shared_out
+
+CANDIDATES = torch.arange(1, 21, dtype=torch.float64) / 10
+MOST_ROUNDS = 64
+
+
+@dataclass(frozen=True)
+class DCE(Histogram):
+    """Minimises E(C) = noise + bias over candidates 0.1C … 2C, again around the best one while that is at an end.
+
+    Negative bins count as zero in E. The range doubles when half of the norms are in the last bin and halves when next
+    to none are in its upper half, by the bins as released: cut at zero their noise would look like norms, and a range
+    that starts too wide would stay so. A histogram whose noised sum is not positive carries no signal and changes nothing.
+    """
+
+    def init(self, setting: Setting) -> State:
+        start = shared_out(self.start, setting.groups)
+        return {"thresholds": start, "range": start.double() * self.bins}
+
+    def update(self, state: State, released: Tensor | None, setting: Setting) -> State:
+        noised = self.counts(released, setting)
+        counts, middles = noised.clamp(min=0), self.middles(state)
+        thresholds, ranges = state["thresholds"].clone(), state["range"].clone()
+        for g in range(setting.groups):
+            if noised[g].sum() <= 0:
+                continue
+            cost = setting.gradient_multiplier**2 * setting.noise_dimensions[g] / setting.expected_batch**2
+            thresholds[g] = best_threshold(counts[g], middles[g], float(thresholds[g]), cost)
+            ranges[g] = (ranges[g] * rescaled(noised[g])).clamp(LEAST, MOST)
+        return {"thresholds": thresholds, "range": ranges}
+
+
+def expected_error(candidates: Tensor, counts: Tensor, middles: Tensor, cost: float) -> Tensor:
+    """E(C) for each candidate: `cost`·C² of noise and the mean square of what clipping cuts off."""
+    cut = (middles - candidates.unsqueeze(1)).clamp(min=0).square()
+    return cost * candidates.square() + (cut @ counts) / counts.sum()
+
+
+def best_threshold(counts: Tensor, middles: Tensor, threshold: float, cost: float) -> float:
+    """The candidate with the least expected error, searched outwards from the present threshold.
+
+    >>> norms = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    >>> round(best_threshold(norms[0].double(), norms[1], threshold=10.0, cost=0.5), 6)
+    2.0
+    """
+    for _ in range(MOST_ROUNDS):
+        candidates = threshold * CANDIDATES
+        best = int(expected_error(candidates, counts, middles, cost).argmin())
+        threshold = min(max(float(candidates[best]), LEAST), MOST)
+        if 0 < best < len(CANDIDATES) - 1 or threshold in (LEAST, MOST):
+            break
+    return threshold
+
+
+def rescaled(counts: Tensor) -> float:
+    """The factor by which the range of a histogram should change: 2, ½ or 1."""
+    total, bins = float(counts.sum()), len(counts)
+    if float(counts[-1]) >= 0.5 * total:
+        return 2.0
+    return 0.5 if float(counts[bins // 2 :].sum()) <= total / bins else 1.0

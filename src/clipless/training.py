@@ -1,0 +1,290 @@
+"""Training as the command line and the experiments do it: one loop, private or not, and the files a run leaves.
+
+What is measured is what may be shown: accuracy on the test records. The training loss, the size of a batch and the
+share of clipped records say something about single training records, so they are neither computed nor logged.
+"""
+
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from clipless import models
+from clipless.data import Data
+from clipless.errors import InvalidArgument, unknown_name
+from clipless.private import Private, make_private
+
+SMALL_BATCH = 100_000
+NOT_PRIVATE = {
+    "metrics.test_accuracy": "computed from the test records, which the guarantee does not cover",
+    "metrics.test_accuracy_per_epoch": "computed from the test records, which the guarantee does not cover",
+    "arguments.seed": "with a seed, whoever knows it can subtract the noise: do not publish such a run as private",
+}
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """A torch optimizer by name, and the learning rate that suits it when none is given."""
+
+    make: Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]
+    lr: float
+
+
+OPTIMIZERS: dict[str, OptimizerChoice] = {
+    "sgd": OptimizerChoice(lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9), 0.15),
+    "adam": OptimizerChoice(lambda p, lr: torch.optim.Adam(p, lr=lr), 0.01),
+    "adamw": OptimizerChoice(lambda p, lr: torch.optim.AdamW(p, lr=lr), 0.01),
+    "nadam": OptimizerChoice(lambda p, lr: torch.optim.NAdam(p, lr=lr), 0.01),
+    "rmsprop": OptimizerChoice(lambda p, lr: torch.optim.RMSprop(p, lr=lr), 0.005),
+    "adagrad": OptimizerChoice(lambda p, lr: torch.optim.Adagrad(p, lr=lr), 0.05),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides a run besides the data.
+
+    `clipping="none"` trains without privacy, and `epsilon`, `delta` and `accountant` are then unused. `delta=None`
+    stands for N ** -1.1, `lr=None` for the optimizer's default, `seed=None` for randomness from the operating system.
+    """
+
+    model: str = "mlp"
+    clipping: str = "auto-s"
+    epsilon: float = 3.0
+    delta: float | None = None
+    epochs: int = 40
+    batch_size: int = 256
+    optimizer: str = "sgd"
+    lr: float | None = None
+    seed: int | None = None
+    accountant: str = "pld"
+
+    @property
+    def private(self) -> bool:
+        return self.clipping != "none"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. `epsilon` and `accuracy` are those of the last finished epoch, None before and without."""
+
+    step: int
+    steps: int
+    epsilon: float | None
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run. `plan`, `ledger`, `epsilon` and `delta` are None when the run was not private."""
+
+    data: str
+    settings: Settings
+    accuracies: tuple[float, ...]
+    steps: int
+    seconds: float
+    epsilon: float | None
+    delta: float | None
+    plan: dict[str, Any] | None
+    ledger: dict[str, Any] | None
+    model: nn.Module
+
+    @property
+    def accuracy(self) -> float:
+        """On the test set, after the last epoch: never the best epoch, which would be a choice made by test records."""
+        return self.accuracies[-1]
+
+    def metrics(self) -> dict[str, Any]:
+        return {
+            "test_accuracy": self.accuracy,
+            "test_accuracy_per_epoch": list(self.accuracies),
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "steps": self.steps,
+            "seconds": round(self.seconds, 3),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+
+
+def train(data: Data, settings: Settings, on_progress: Callable[[Progress], None] | None = None) -> Result:
+    """Train a fresh model and test it once an epoch; the same seed gives the same run on the same machine.
+
+    `on_progress` is called after every step and every test. Raises InvalidArgument, before training, for settings that
+    cannot be meant. The state of torch's global generator is left as it was.
+    """
+    choice = _checked(data, settings)
+    model_seed, shuffle_seed, noise_seed = _seeds(settings.seed)
+    report = on_progress or (lambda _: None)
+    accuracies: list[float] = []
+    progress = Progress(step=0, steps=0, epsilon=None, accuracy=None)
+    with torch.random.fork_rng(devices=[]), _threads(settings.batch_size * math.prod(data.shape)):
+        torch.manual_seed(model_seed)
+        model = models.build(settings.model, data.shape, data.classes)
+        optimizer = choice.make(model.parameters(), choice.lr if settings.lr is None else settings.lr)
+        private = _attach(model, optimizer, data, settings, noise_seed) if settings.private else None
+        loader = private.loader if private else _shuffled(data.train, settings.batch_size, shuffle_seed)
+
+        start = time.perf_counter()
+        progress = replace(progress, steps=settings.epochs * len(loader))
+        for _ in range(settings.epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                progress = replace(progress, step=progress.step + 1)
+                report(progress)
+            accuracies.append(accuracy(model, data.test))
+            epsilon = private.spent().epsilon if private else None
+            progress = replace(progress, epsilon=epsilon, accuracy=accuracies[-1])
+            report(progress)
+        seconds = time.perf_counter() - start
+    if private:
+        private.detach()
+    return Result(
+        data=data.name,
+        settings=settings,
+        accuracies=tuple(accuracies),
+        steps=progress.step,
+        seconds=seconds,
+        epsilon=progress.epsilon,
+        delta=private.spent().delta if private else None,
+        plan=private.plan.to_dict() if private else None,
+        ledger=private.ledger.to_dict() if private else None,
+        model=model,
+    )
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int = 1024) -> float:
+    """The share of records that get their class right, with the model in evaluation mode and put back afterwards."""
+    training = model.training
+    model.eval()
+    parts = zip(*(tensor.split(batch_size) for tensor in dataset.tensors), strict=True)
+    hits = sum(int((model(x).argmax(1) == y).sum()) for x, y in parts)
+    model.train(training)
+    return hits / len(dataset)
+
+
+def save_run(result: Result, out: Path) -> Path:
+    """Write `model.pt` (a state_dict) and `run.json` (arguments, plan, ledger, metrics, versions); returns the latter.
+
+    Each file appears whole or not at all. Files of an earlier run in the same folder, whose ledger may still be needed,
+    are kept as `model.1.pt` and `run.1.json`, counting up.
+    """
+    record = {
+        "private": result.settings.private,
+        "data": result.data,
+        "arguments": asdict(result.settings),
+        "plan": result.plan,
+        "ledger": result.ledger,
+        "metrics": result.metrics(),
+        "not_private": NOT_PRIVATE,
+        "versions": {name: version(name) for name in ("clipless", "torch", "numpy", "dp-accounting")}
+        | {"python": platform.python_version()},
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        _keep_earlier(out)
+        _replace(out / "model.pt", lambda path: torch.save(result.model.state_dict(), path))
+        _replace(out / "run.json", lambda path: path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgument(f"cannot write to {out} ({error}). Choose another folder.") from error
+    return out / "run.json"
+
+
+def check_writable(out: Path) -> None:
+    """Raises InvalidArgument when a run could not be written there: better known before training than after."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise InvalidArgument(f"cannot write to {out} ({error}). Choose another folder.") from error
+
+
+def _keep_earlier(out: Path) -> None:
+    earlier = [path for path in (out / "run.json", out / "model.pt") if path.exists()]
+    number = 1
+    while any((out / f"{stem}.{number}{suffix}").exists() for stem, suffix in (("run", ".json"), ("model", ".pt"))):
+        number += 1
+    for path in earlier:
+        path.rename(path.with_suffix(f".{number}{path.suffix}"))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside the file, then put it in its place in one move."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write(part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _checked(data: Data, settings: Settings) -> OptimizerChoice:
+    if settings.optimizer not in OPTIMIZERS:
+        raise unknown_name("optimizer", settings.optimizer, OPTIMIZERS)
+    if settings.epochs < 1:
+        raise InvalidArgument(f"epochs is {settings.epochs}: train for at least one.")
+    if not 1 <= settings.batch_size <= len(data.train):
+        raise InvalidArgument(
+            f"batch_size is {settings.batch_size}: choose one from 1 to the {len(data.train)} training records."
+        )
+    if settings.lr is not None and not 0 < settings.lr < float("inf"):
+        raise InvalidArgument(f"lr is {settings.lr}: choose a positive number, or none for the optimizer's default.")
+    if settings.seed is not None and settings.seed < 0:
+        raise InvalidArgument(f"seed is {settings.seed}: choose 0 or a positive integer, or none for a fresh one.")
+    return OPTIMIZERS[settings.optimizer]
+
+
+def _seeds(seed: int | None) -> tuple[int, int, int | None]:
+    """Independent seeds of the model, of shuffling, and of sampling and noise (None: the private step draws one)."""
+    model, shuffle, noise = (int(part) for part in np.random.SeedSequence(seed).generate_state(3))
+    return model, shuffle, None if seed is None else noise
+
+
+@contextmanager
+def _threads(values: int) -> Iterator[None]:
+    """One thread for batches of few values: waking a second costs more than it saves, by far on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if values < SMALL_BATCH else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _attach(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, settings: Settings, seed: int | None
+) -> Private:
+    return make_private(
+        model,
+        optimizer,
+        data.train,
+        epsilon=settings.epsilon,
+        delta=settings.delta,
+        batch_size=settings.batch_size,
+        epochs=settings.epochs,
+        clipping=settings.clipping,
+        accountant=settings.accountant,
+        seed=seed,
+    )
+
+
+def _shuffled(dataset: TensorDataset, batch_size: int, seed: int) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(dataset, batch_size, shuffle=True, generator=torch.Generator().manual_seed(seed))
