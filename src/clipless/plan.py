@@ -1,6 +1,7 @@
 """The plan: what is promised, to whom, and what each step releases. Frozen, and everything else follows from it."""
 
 import math
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -165,6 +166,7 @@ def make_plan(
     chosen_delta = dataset_size**-1.1 if delta is None else delta
     if delta is None and dataset_size < 2:
         raise InvalidArgument("with a single record there is no default delta: give delta= yourself.")
+    _warn_of_large_delta(chosen_delta, dataset_size)
     stairs = clipping.policy.noise_schedule(total)
     eps, z = _budget(epsilon, noise_multiplier, chosen_delta, batch / dataset_size, stairs, accountant)
     statistic = clipping.policy.statistic_multiplier(z, policy_setting(clipping, dimensions, batch, total, z))
@@ -197,6 +199,15 @@ def policy_setting(
     uniform = clipping.allocation == "uniform"
     noise_dimensions = tuple(everything if uniform else groups * own for own in dimensions)
     return Setting(groups, expected_batch, steps, multiplier, noise_dimensions)
+
+
+def _warn_of_large_delta(delta: float, dataset_size: int) -> None:
+    if isinstance(delta, float) and dataset_size > 1 and 1 / dataset_size < delta < 1:
+        warnings.warn(
+            f"delta={delta:g} is above 1/N for N={dataset_size}: that would allow a record to be published as it is. Choose "
+            "delta below 1/N.",
+            stacklevel=4,
+        )
 
 
 def _expected_batch(batch_size: int | None, dataset_size: int) -> int:

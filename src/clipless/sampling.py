@@ -194,10 +194,14 @@ class DataLoaderFetcher:
         return iter(self._loader)
 
     def empty(self) -> Any:
+        """One record's batch cut down to none; `collate([])` would lose shapes and types, so it is asked only if need be."""
         try:
-            return self._collate([])
-        except Exception:  # a collate function need not know empty lists: cut one record's batch down to none
             return emptied(self._collate([self._dataset[0]]))
+        except InvalidArgument as refused:
+            try:
+                return self._collate([])
+            except Exception:
+                raise refused from None
 
 
 class _Feed(BatchSampler):

@@ -80,17 +80,22 @@ class Settings:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands. `epsilon` and `accuracy` are those of the last finished epoch, None before and without."""
+    """Where a run stands. `epsilon` and `accuracy` are those of the last finished epoch, None before and without.
+
+    `threshold` is the length of the present threshold vector, a constant or a released value; None without privacy.
+    """
 
     step: int
     steps: int
-    epsilon: float | None
-    accuracy: float | None
+    epsilon: float | None = None
+    accuracy: float | None = None
+    threshold: float | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run. `plan`, `ledger`, `epsilon` and `delta` are None when the run was not private."""
+    """A finished run. `plan`, `ledger`, `history` (of what a threshold policy released), `epsilon` and `delta` are None
+    when the run was not private."""
 
     data: str
     settings: Settings
@@ -101,6 +106,7 @@ class Result:
     delta: float | None
     plan: dict[str, Any] | None
     ledger: dict[str, Any] | None
+    history: dict[str, Any] | None
     model: nn.Module
 
     @property
@@ -130,7 +136,7 @@ def train(data: Data, settings: Settings, on_progress: Callable[[Progress], None
     model_seed, shuffle_seed, noise_seed = _seeds(settings.seed)
     report = on_progress or (lambda _: None)
     accuracies: list[float] = []
-    progress = Progress(step=0, steps=0, epsilon=None, accuracy=None)
+    progress = Progress(step=0, steps=0)
     with torch.random.fork_rng(devices=[]), _threads(settings.batch_size * math.prod(data.shape)):
         torch.manual_seed(model_seed)
         model = models.build(settings.model, data.shape, data.classes)
@@ -146,7 +152,8 @@ def train(data: Data, settings: Settings, on_progress: Callable[[Progress], None
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
                 optimizer.step()
-                progress = replace(progress, step=progress.step + 1)
+                threshold = float(private.thresholds.norm()) if private else None
+                progress = replace(progress, step=progress.step + 1, threshold=threshold)
                 report(progress)
             accuracies.append(accuracy(model, data.test))
             epsilon = private.spent().epsilon if private else None
@@ -165,6 +172,7 @@ def train(data: Data, settings: Settings, on_progress: Callable[[Progress], None
         delta=private.spent().delta if private else None,
         plan=private.plan.to_dict() if private else None,
         ledger=private.ledger.to_dict() if private else None,
+        history=private.history.to_dict() if private else None,
         model=model,
     )
 
@@ -181,10 +189,10 @@ def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int = 1024) -
 
 
 def save_run(result: Result, out: Path) -> Path:
-    """Write `model.pt` (a state_dict) and `run.json` (arguments, plan, ledger, metrics, versions); returns the latter.
+    """Write `model.pt` (a state_dict) and `run.json` (arguments, plan, ledger, history, metrics, versions).
 
-    Each file appears whole or not at all. Files of an earlier run in the same folder, whose ledger may still be needed,
-    are kept as `model.1.pt` and `run.1.json`, counting up.
+    Returns the path of the latter. Each file appears whole or not at all. Files of an earlier run in the same folder,
+    whose ledger may still be needed, are kept as `model.1.pt` and `run.1.json`, counting up.
     """
     record = {
         "private": result.settings.private,
@@ -192,6 +200,7 @@ def save_run(result: Result, out: Path) -> Path:
         "arguments": asdict(result.settings),
         "plan": result.plan,
         "ledger": result.ledger,
+        "history": result.history,
         "metrics": result.metrics(),
         "not_private": NOT_PRIVATE,
         "versions": {name: version(name) for name in ("clipless", "torch", "numpy", "dp-accounting")}

@@ -59,7 +59,7 @@ def short(value: float | None) -> str:
 
 
 class TrainingBar:
-    """A bar on stderr with time left, epsilon spent and test accuracy; it appears with the first progress report."""
+    """A bar on stderr with time left, epsilon spent, the threshold and test accuracy, from the first report on."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
@@ -68,12 +68,13 @@ class TrainingBar:
     def __call__(self, progress: TrainingProgress) -> None:
         if self._task is None:
             self._bar.start()
-            self._task = self._bar.add_task("training", total=progress.steps, epsilon="-", accuracy="-")
+            self._task = self._bar.add_task("training", total=progress.steps, epsilon="-", accuracy="-", threshold="-")
         self._bar.update(
             self._task,
             completed=progress.step,
             epsilon=short(progress.epsilon),
             accuracy=percent(progress.accuracy),
+            threshold=short(progress.threshold),
         )
 
 
@@ -85,6 +86,7 @@ def training_bar(title: str, *, visible: bool) -> Iterator[TrainingBar]:
         BarColumn(),
         TextColumn("{task.completed}/{task.total} steps"),
         TextColumn("ε {task.fields[epsilon]}"),
+        TextColumn("R {task.fields[threshold]}"),
         TextColumn("test {task.fields[accuracy]}"),
         TimeElapsedColumn(),
         TextColumn("left"),

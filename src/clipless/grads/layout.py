@@ -34,6 +34,12 @@ class Layout:
         self._probed: dict[Place, Shapes] = {}
         self._batched: dict[Place, tuple[bool, ...]] = {}
 
+    def forget(self) -> None:
+        """Learn anew: a pass was refused, and what it showed may not hold for others."""
+        self.entries.clear()
+        self._probed.clear()
+        self._batched.clear()
+
     def note(self, place: Place, shapes: Shapes) -> None:
         """Remember the shapes that the probe saw."""
         self._probed[place] = shapes

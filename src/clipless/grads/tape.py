@@ -5,7 +5,7 @@ autograd computes no weight gradient, and puts an identity, the tap, on the modu
 receives the gradient of the output; with the input it remembers, the module's layer rule makes the pieces of it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from clipless.grads.pieces import Piece
 from clipless.grads.refusals import BufferGuard, refuse_module
 from clipless.grads.rules import LayerRule, Use, generic, rule_of
 from clipless.grads.rules.generic import differentiable
+from clipless.grads.tap import Call, Hook, Tap, refuse_stray
 
 
 @dataclass
@@ -71,11 +72,11 @@ class Tape:
             refuse_module(module, self._names[module])
         for module in self._names:
             self._handles += [
-                module.register_forward_pre_hook(_Hook(self._enter), with_kwargs=True),
-                module.register_forward_hook(_Hook(self._leave), with_kwargs=True, always_call=True),
+                module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
+                module.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True),
             ]
         for name, parameter in self.parameters.items():
-            self._handles.append(parameter.register_hook(_refuse_stray(name)))
+            self._handles.append(parameter.register_hook(refuse_stray(name)))
 
     def detach(self) -> None:
         self.restore()
@@ -160,10 +161,7 @@ class Tape:
         if own is None:
             return
         if self.part is not None and self.part.records > 0:
-            shapes = shapes_of((args, kwargs))
-            frame.batched = self._layout.batched(frame.place, shapes, self.part.records)
-            if not any(frame.batched):
-                raise _shared(frame.place, shapes, self.part.records)
+            frame.batched = self._placed(frame.place, shapes_of((args, kwargs)), self.part.records, any)
         if self.rules[frame.place.name] is generic:
             frame.random_state = random_state(frame.module)
         for name in own.values():
@@ -171,6 +169,19 @@ class Tape:
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
                 frame.turned_off.append(parameter)
+
+    def _placed(
+        self, place: Place, shapes: Shapes, records: int, enough: Callable[[Iterable[bool]], bool]
+    ) -> tuple[bool, ...]:
+        """Which of the tensors carry one row per record; refused if that is not enough to tell records apart."""
+        try:
+            batched = self._layout.batched(place, shapes, records)
+            if not enough(batched):
+                raise _shared(place, shapes, records)
+        except UnsupportedModule:
+            self._layout.forget()
+            raise
+        return batched
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._paused or not self._frames or self._frames[-1].module is not module:
@@ -195,12 +206,10 @@ class Tape:
     def _tap(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         outputs = differentiable(output)
         if self.part is not None and self.part.records > 0:
-            place = frame.place._replace(side="output")
-            if not all(self._layout.batched(place, shapes_of(outputs), self.part.records)):
-                raise _shared(place, shapes_of(outputs), self.part.records)
+            self._placed(frame.place._replace(side="output"), shapes_of(outputs), self.part.records, all)
         leaves, spec = pytree.tree_flatten(output)
         places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        tapped = _Tap.apply(self._anchor, self._call(frame, args, kwargs), *outputs)  # type: ignore[no-untyped-call]
+        tapped = Tap.apply(self._anchor, self._call(frame, args, kwargs), *outputs)  # type: ignore[no-untyped-call]
         for k, value in zip(places, tapped, strict=True):
             leaves[k] = value
         return pytree.tree_unflatten(leaves, spec)
@@ -215,7 +224,7 @@ class Tape:
                 "module of its own, or turn the randomness off."
             )
 
-    def _call(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call":
+    def _call(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         own, turned_off = self._own[frame.module], set(map(id, frame.turned_off))
         wanted = {local: name for local, name in own.items() if id(self.parameters[name]) in turned_off}
         part = self.part
@@ -223,9 +232,9 @@ class Tape:
             for name in wanted.values():
                 part.uses[name] = part.uses.get(name, 0) + 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        return _Call(self, part, frame.module, self._names[frame.module], wanted, frame.batched, leaves, spec)
+        return Call(self._receive, part, frame.module, self._names[frame.module], wanted, frame.batched, leaves, spec)
 
-    def receive(self, call: "_Call", tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def _receive(self, call: Call, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """A tap's gradient has arrived: make the pieces of it."""
         part = self._current(call)
         if not part.begun:
@@ -245,23 +254,24 @@ class Tape:
             if part.uses[name] == 1:
                 pieces[local].sq_norms  # noqa: B018  now, while the buffers are in the cache
 
-    def _current(self, call: "_Call") -> Part:
+    def _current(self, call: Call) -> Part:
         if torch.is_grad_enabled():
             raise Misuse(
                 "backward(create_graph=True) is not supported: gradients of gradients have no bound per record."
             )
-        if call.part is None or call.part is not self.part:
+        part = self.part
+        if part is None or call.part is not part:
             raise Misuse(
                 "backward() on a batch that did not come from private.loader, or not on its newest one: the privacy "
                 "analysis holds for Poisson batches only. Iterate over private.loader and backward each batch before "
                 "asking for the next; evaluate under torch.no_grad()."
             )
-        if call.part.done:
+        if part.done:
             raise Misuse(
                 "a second backward() on the same records: their gradients would be clipped apart and count twice. Add "
                 "the losses and call backward() once, or split the batch with private.loader.microbatches(n)."
             )
-        return call.part
+        return part
 
     def _complete(self) -> None:
         part = self.part
@@ -295,80 +305,3 @@ def _shared(place: Place, shapes: Shapes, records: int) -> CliplessError:
         "positions.expand(len(x), -1)); split a batch with private.loader.microbatches(n), and use other data under "
         "torch.no_grad()."
     )
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What a tap needs to know when its gradient arrives. Tensors are kept by autograd, which watches their versions."""
-
-    tape: Tape
-    part: Part | None
-    module: nn.Module
-    name: str
-    wanted: Mapping[str, str]
-    batched: tuple[bool, ...]
-    leaves: list[Any]
-    spec: pytree.TreeSpec
-
-    def take_tensors(self) -> list[Tensor]:
-        tensors = [leaf.detach() for leaf in self.leaves if isinstance(leaf, Tensor)]
-        self.leaves[:] = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return tensors
-
-    def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any]:
-        values = iter(tensors)
-        leaves = [next(values) if leaf is _TENSOR else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return args, kwargs
-
-
-_TENSOR = object()
-
-
-class _Tap(torch.autograd.Function):
-    """Identity on a module's outputs. `detach` shares storage and version, and is not a view: in-place use works."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: _Call, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.save_for_backward(*call.take_tensors())
-        return tuple(output.detach() for output in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.call.tape.receive(ctx.call, ctx.saved_tensors, grads)
-        return (None, None, *grads)
-
-
-class _Hook:
-    """A hook that stays behind when its model is copied or pickled: the copy is a plain model."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
-
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return _no_hook
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _left_behind, ()
-
-
-def _left_behind() -> Callable[..., None]:
-    return _no_hook
-
-
-def _no_hook(*args: Any) -> None:
-    """What is left of a hook in a copy of the model."""
-
-
-def _refuse_stray(name: str) -> Callable[[Tensor], None]:
-    def stray(grad: Tensor) -> None:
-        raise UnsupportedModule(
-            f"parameter {name!r} was used outside its module's forward, so its gradient cannot be told apart by record. "
-            "Call the module that owns it, or move the parameter into a small module with a forward of its own."
-        )
-
-    return stray

@@ -1,0 +1,59 @@
+# `make demo` and `make test` set up .venv themselves; a second call goes straight to work.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH := $(shell grep '^torch==' constraints.txt)
+PINNED := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test figures lint format clean
+
+help:
+	@echo "make demo    train digits without privacy, with Abadi clipping and with AUTO-S, side by side"
+	@echo "make test    lint, type check and run all tests"
+	@echo "make figures train and draw what docs/clipping.md shows"
+	@echo "make lint    ruff and mypy alone"
+	@echo "make format  let ruff rewrite the sources"
+	@echo "make clean   remove .venv, caches and runs"
+
+demo: $(VENV)/.runtime
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+figures: $(VENV)/.test
+	$(PIP) -c constraints.txt -e '.[figures]'
+	$(BIN)/python experiments/clipping.py
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests examples experiments -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("clipless needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: its pin decides which build is taken before any other requirement is looked at.
+$(VENV)/.torch: $(PINNED) | $(BIN)/python
+	@echo "installing $(TORCH), once; this is the large one"
+	$(PIP) $(TORCH)
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.torch
+	$(PIP) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch
+	$(PIP) -c constraints.txt -e '.[test]'
+	@touch $@ $(VENV)/.runtime

@@ -1,0 +1,88 @@
+"""The tap on a module's output, and hooks that stay behind when a model is copied."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from clipless.errors import UnsupportedModule
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a tap needs to know when its gradient arrives. Tensors are kept by autograd, which watches their versions."""
+
+    receive: Callable[["Call", tuple[Tensor, ...], tuple[Tensor, ...]], None]
+    part: object
+    module: nn.Module
+    name: str
+    wanted: Mapping[str, str]
+    batched: tuple[bool, ...]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+
+    def take_tensors(self) -> list[Tensor]:
+        tensors = [leaf.detach() for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.leaves[:] = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return tensors
+
+    def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any]:
+        values = iter(tensors)
+        leaves = [next(values) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+_TENSOR = object()
+
+
+class Tap(torch.autograd.Function):
+    """Identity on a module's outputs. `detach` shares storage and version, and is not a view: in-place use works."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: Call, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.save_for_backward(*call.take_tensors())
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.call.receive(ctx.call, ctx.saved_tensors, grads)
+        return (None, None, *grads)
+
+
+class Hook:
+    """A hook that stays behind when its model is copied or pickled: the copy is a plain model."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _left_behind, ()
+
+
+def _left_behind() -> Callable[..., None]:
+    return _no_hook
+
+
+def _no_hook(*args: Any) -> None:
+    """What is left of a hook in a copy of the model."""
+
+
+def refuse_stray(name: str) -> Callable[[Tensor], None]:
+    def stray(grad: Tensor) -> None:
+        raise UnsupportedModule(
+            f"parameter {name!r} was used outside its module's forward, so its gradient cannot be told apart by record. "
+            "Call the module that owns it, or move the parameter into a small module with a forward of its own."
+        )
+
+    return stray

@@ -1,0 +1,279 @@
+import ast
+import logging
+import math
+import pathlib
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+from dp_accounting.rdp import RdpAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import clipless.accounting
+from clipless.accounting import ACCOUNTANTS, StepEvent, epsilon
+from clipless.accounting.pld import MAX_POINTS, _direction
+from clipless.accounting.release import Release, coarser
+from clipless.errors import InvalidArgument, InvalidType
+
+# noise_multiplier, sample_rate, steps, delta
+PROBLEMS = [
+    (1.1, 0.01, 1000, 1e-5),
+    (0.6, 0.001, 10_000, 1e-6),
+    (4.0, 0.3, 200, 1e-5),
+    (0.8, 0.05, 1, 1e-6),
+    (2.0, 0.999, 10, 1e-5),
+    (20.0, 0.01, 100_000, 1e-7),
+]
+EXTREMES = [
+    (1e-3, 0.5, 1_000_000, 1e-12),
+    (1e-3, 1.0, 1, 1e-2),
+    (1e-3, 1e-6, 1_000_000, 1e-5),
+    (1e7, 1.0, 1, 1e-12),
+    (1e7, 1e-6, 1, 1e-12),
+    (1e7, 1e-6, 1_000_000, 1e-2),
+    (0.3, 1e-6, 1_000_000, 1e-12),
+    (1.0, math.nextafter(1, 0), 10, 1e-5),
+    (1e-90, 0.1, 3, 1e-5),
+    (1.0, 0.1, 10**9, 1e-5),
+    (1.0, 0.1, 10, 1e-300),
+    (1.0, 0.1, 10, 0.999),
+]
+bounds = pytest.mark.parametrize("name", [a.name for a in ACCOUNTANTS.values() if not a.approximation])
+every = pytest.mark.parametrize("name", list(ACCOUNTANTS))
+
+
+def reference(noise_multiplier, sample_rate, steps, delta, interval):
+    accountant = PLDAccountant(value_discretization_interval=interval)
+    accountant.compose(StepEvent(sample_rate, noise_multiplier).dp_event(), steps)
+    return accountant.get_epsilon(delta)
+
+
+@pytest.mark.parametrize(
+    ("records", "batch", "noise", "steps", "low", "high"),
+    [(1279, 1279, 35.0, 2000, 4.39, 4.405), (18576, 256, 1.0, 3650, 4.41, 4.43)],
+)
+def test_gdp_agrees_with_the_published_values(records, batch, noise, steps, low, high):
+    assert low < epsilon(noise, batch / records, steps, 1 / (1.1 * records), "gdp") < high
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_pld_is_tight(problem):
+    assert epsilon(*problem) == pytest.approx(
+        reference(*problem, interval=1e-4 if problem[2] <= 10_000 else 5e-5), rel=0.01
+    )
+
+
+@pytest.mark.parametrize("problem", [p for p in PROBLEMS if p[2] <= 1000])
+def test_pld_does_not_fall_below_the_optimistic_estimate(problem):
+    noise, rate, steps, delta = problem
+    below = privacy_loss_distribution.from_gaussian_mechanism(
+        noise,
+        pessimistic_estimate=False,
+        use_connect_dots=False,
+        sampling_prob=rate,
+    ).self_compose(steps)
+    assert epsilon(*problem) >= below.get_epsilon_for_delta(delta) > 0
+
+
+@pytest.mark.parametrize("mu", [0.01, 0.3, 1.0, 4.0, 17.0])
+@pytest.mark.parametrize("steps", [1, 1000])
+@pytest.mark.parametrize("delta", [1e-10, 1e-5, 1e-2])
+def test_full_batches_are_the_gaussian_mechanism(mu, steps, delta):
+    exact = dp_accounting.get_epsilon_gaussian(1 / mu, delta)
+    noise = math.sqrt(steps) / mu
+    assert epsilon(noise, 1.0, steps, delta, "pld") == pytest.approx(exact, rel=1e-6, abs=1e-8)
+    assert epsilon(noise, 1.0, steps, delta, "gdp") == pytest.approx(exact, rel=1e-6, abs=1e-8)
+    assert epsilon(noise, 1.0, steps, delta, "rdp") >= exact or exact < 1e-8
+
+
+@bounds
+@pytest.mark.parametrize("mu", [0.05, 1.0, 8.0])
+def test_bounds_hold_where_the_truth_is_known(name, mu):
+    almost_full = epsilon(math.sqrt(50) / mu, 1 - 1e-9, 50, 1e-6, name)
+    assert almost_full >= dp_accounting.get_epsilon_gaussian(1 / mu, 1e-6) * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(("noise", "rate", "delta"), [(1.0, 0.01, 1e-5), (0.5, 0.001, 1e-6), (2.0, 0.2, 1e-4)])
+@bounds
+def test_bounds_hold_for_one_step(name, noise, rate, delta):
+    """One step has a closed form: delta(eps) of the mixture against the Gaussian."""
+    spent = epsilon(noise, rate, 1, delta, name)
+    assert GaussianPrivacyLoss(noise, sampling_prob=rate).get_delta_for_epsilon(spent) <= delta
+    if name == "pld":
+        assert GaussianPrivacyLoss(noise, sampling_prob=rate).get_delta_for_epsilon(0.98 * spent) > delta
+
+
+@pytest.mark.parametrize("problem", [*PROBLEMS, (100.0, 0.05, 100, 1e-9), (0.3, 1e-4, 1000, 1e-5)])
+def test_rdp_is_close_to_a_dense_grid_of_orders(problem):
+    noise, rate, steps, delta = problem
+    orders = [*np.arange(1.1, 10, 0.1), *range(10, 200), *range(200, 2000, 40)]
+    logger = logging.getLogger("absl")
+    level, logger.level = logger.level, logging.ERROR
+    try:
+        dense = RdpAccountant(orders)
+        dense.compose(StepEvent(rate, noise).dp_event(), steps)
+    finally:
+        logger.level = level
+    assert epsilon(*problem, "rdp") <= 1.01 * dense.get_epsilon(delta) + 1e-6
+
+
+@bounds
+@pytest.mark.parametrize("problem", [(1e5, 1e-6, 1, 1e-12), (1e6, 1e-4, 1, 1e-12), (1e7, 0.01, 1, 1e-10)])
+def test_a_divergence_lost_to_rounding_is_not_reported_as_nothing(name, problem):
+    """Total variation exceeds delta here, so epsilon is above 0; dp-accounting's RDP alone says 0."""
+    noise, rate, _, delta = problem
+    assert rate * math.erf(1 / (2 * math.sqrt(2) * noise)) > delta
+    assert epsilon(*problem, name) > 0
+
+
+@every
+@pytest.mark.parametrize("problem", [*PROBLEMS, *EXTREMES])
+def test_epsilon_is_a_number_and_not_negative(name, problem):
+    spent = epsilon(*problem, name)
+    assert isinstance(spent, float)
+    assert spent >= 0
+    assert math.isfinite(spent) or name == "gdp" or problem[0] < 1e-50
+
+
+@every
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_epsilon_is_monotone(name, problem):
+    noise, rate, steps, delta = problem
+    base = epsilon(noise, rate, steps, delta, name)
+    assert base > epsilon(1.1 * noise, rate, steps, delta, name)
+    assert base > epsilon(noise, 0.9 * rate, steps, delta, name)
+    assert base < epsilon(noise, rate, 2 * steps, delta, name)
+    assert base > epsilon(noise, rate, steps, 2 * delta, name)
+
+
+@every
+@settings(max_examples=8, deadline=None)
+@given(st.floats(0.4, 20), st.floats(1e-4, 0.9), st.integers(1, 5000))
+def test_more_noise_and_fewer_steps_never_cost_more(name, noise, rate, steps):
+    base = epsilon(noise, rate, steps, 1e-6, name)
+    assert epsilon(1.3 * noise, rate, steps, 1e-6, name) <= base
+    assert epsilon(noise, rate, 2 * steps, 1e-6, name) >= base
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_pld_is_never_above_rdp_by_more_than_its_grid(problem):
+    assert epsilon(*problem, "pld") <= 1.001 * epsilon(*problem, "rdp")
+
+
+def test_gdp_can_under_report_and_is_marked():
+    problem = (0.5, 0.001, 10_000, 1e-6)
+    assert epsilon(*problem, "gdp") < 0.7 * epsilon(*problem, "pld")
+    assert [a.name for a in ACCOUNTANTS.values() if a.approximation] == ["gdp"]
+
+
+@bounds
+def test_different_steps_compose(name):
+    accountant = ACCOUNTANTS[name]
+    one, other = StepEvent(0.01, 1.0), StepEvent(0.02, 1.5)
+    both = accountant.epsilon(((one, 500), (other, 300)), 1e-5)
+    alone = [accountant.epsilon(((e, n),), 1e-5) for e, n in ((one, 500), (other, 300))]
+    assert max(alone) < both < sum(alone)
+    fine = PLDAccountant()
+    fine.compose(one.dp_event(), 500)
+    fine.compose(other.dp_event(), 300)
+    assert both >= fine.get_epsilon(1e-5) * 0.999
+    if name == "pld":
+        assert both == pytest.approx(fine.get_epsilon(1e-5), rel=0.01)
+
+
+@every
+def test_the_order_of_steps_does_not_matter(name):
+    one, other = StepEvent(0.01, 1.0), StepEvent(0.02, 1.5)
+    forth = ACCOUNTANTS[name].epsilon(((one, 5), (other, 3), (one, 2)), 1e-5)
+    assert forth == ACCOUNTANTS[name].epsilon(((other, 3), (one, 7)), 1e-5)
+
+
+@pytest.mark.parametrize("problem", [(30.0, 100, 1e-9), (30.0, 10_000, 1e-6), (1000.0, 1_000_000, 1e-7)])
+@pytest.mark.parametrize("adjacency", [AdjacencyType.ADD, AdjacencyType.REMOVE])
+def test_composition_by_fourier_transform_stays_above_the_exact_value(adjacency, problem):
+    noise, steps, delta = problem
+    exact = dp_accounting.get_epsilon_gaussian(noise / math.sqrt(steps), delta)
+    bound, _ = _direction((Release(1.0, noise, steps),), delta, adjacency, MAX_POINTS)
+    assert exact <= bound <= 1.01 * exact
+
+
+@bounds
+def test_noise_that_changes_every_step_stays_an_upper_bound(name):
+    decaying = [(StepEvent(0.02, 2.0 - 0.002 * t), 1) for t in range(500)]
+    spent = ACCOUNTANTS[name].epsilon(decaying, 1e-5)
+    low, high = (epsilon(z, 0.02, 500, 1e-5, name) for z in (2.0, 1.0))
+    assert low < spent < high
+    less = PLDAccountant(value_discretization_interval=1e-3)
+    for start in range(0, 500, 50):
+        less.compose(decaying[start][0].dp_event(), 50)
+    assert less.get_epsilon(1e-5) < spent
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=80))
+def test_coarser_releases_are_few_and_never_less_costly(multipliers):
+    exact = tuple(Release(0.1, z, 1) for z in sorted(set(multipliers)))
+    merged = coarser(exact, 8)
+    assert len(merged) <= 8
+    assert sum(r.steps for r in merged) == len(exact)
+    spread = [r.noise_multiplier for r in merged for _ in range(r.steps)]
+    assert all(m <= e.noise_multiplier for m, e in zip(spread, exact, strict=True))
+
+
+@every
+def test_no_noise_has_no_finite_epsilon_and_infinite_noise_costs_nothing(name):
+    assert ACCOUNTANTS[name].epsilon(((StepEvent(0.1, 0.0), 1),), 1e-5) == math.inf
+    assert ACCOUNTANTS[name].epsilon(((StepEvent(0.1, math.inf), 9),), 1e-5) == 0
+    assert ACCOUNTANTS[name].epsilon((), 1e-5) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"noise_multiplier": 0}, InvalidArgument, "above 0"),
+        ({"noise_multiplier": -1.0}, InvalidArgument, "negative"),
+        ({"noise_multiplier": math.nan}, InvalidArgument, "NaN"),
+        ({"noise_multiplier": "1"}, InvalidType, "number"),
+        ({"sample_rate": 0.0}, InvalidArgument, "expected batch"),
+        ({"sample_rate": 1.5}, InvalidArgument, "expected batch"),
+        ({"steps": 0}, InvalidArgument, "at least 1"),
+        ({"steps": 10.5}, InvalidType, "round it"),
+        ({"steps": True}, InvalidType, "int"),
+        ({"delta": 0.0}, InvalidArgument, "number of records"),
+        ({"delta": 1.0}, InvalidArgument, "number of records"),
+        ({"accountant": "pdl"}, InvalidArgument, "did you mean 'pld'"),
+        ({"accountant": None}, InvalidArgument, "unknown accountant"),
+    ],
+)
+def test_bad_arguments_are_refused_with_a_remedy(change, error, message):
+    arguments = {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 10, "delta": 1e-5} | change
+    with pytest.raises(error, match=message):
+        epsilon(**arguments)
+
+
+def test_numpy_scalars_are_numbers():
+    assert epsilon(np.float64(1.0), np.float32(0.5), np.int64(10), np.float64(1e-5)) == epsilon(1.0, 0.5, 10, 1e-5)
+
+
+@every
+def test_nothing_is_logged(name, caplog, capfd):
+    epsilon(0.9, 0.7, 3, 1e-7, name)
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+    assert not logging.getLogger("absl").filters
+
+
+def test_the_package_imports_no_torch():
+    folder = pathlib.Path(clipless.accounting.__file__).parent
+    roots = set()
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                top = ".".join(node.module.split(".")[:2])
+                roots.add(top if top.startswith("clipless") else top.split(".")[0])
+    assert "dp_accounting" in roots
+    assert {r for r in roots if "torch" in r or r.startswith("clipless")} <= {"clipless.accounting", "clipless.errors"}

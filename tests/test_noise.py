@@ -1,0 +1,389 @@
+"""The noise that is released: its size, its independence, and that nothing of the data decides over it.
+
+Statistical bounds are in standard deviations of what a correct program gives; about how often a random seed would give a
+false alarm is stated, and the seeds are fixed.
+"""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import clipless
+from clipless import Private
+from clipless.noise import STREAMS, TorchNoise, _mersenne_state, noise_source
+from clipless.plan import effective_multiplier, noise_stddevs
+
+DRAWS = 2000
+SIZE, BATCH, MULTIPLIER = 12, 3, 1.7
+
+
+class Model(nn.Module):
+    """One layer that is used and two that are not, 25 coordinates in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.wide, self.deep = nn.Linear(1, 1), nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+class Setting(NamedTuple):
+    """A way to clip, and the standard deviation of the noise on each parameter's sum that SPEC section 0 asks for."""
+
+    clipping: Any
+    stddevs: dict[str, float]
+
+
+LAYERS = {"used": 0.5, "wide": 1.0, "deep": 2.0}
+NAMES = [f"{layer}.{kind}" for layer in LAYERS for kind in ("weight", "bias")]
+PARAMETERS = dict(zip(NAMES, (0.1, 0.2, 0.5, 1.0, 2.0, 4.0), strict=True))
+BLOCKS = {"weight": 3.0, "bias": 0.3}
+
+
+def uniform(thresholds: dict[str, float]) -> float:
+    """z times the length of the threshold vector, the same for every coordinate."""
+    return MULTIPLIER * math.hypot(*thresholds.values())
+
+
+def equal_budget(thresholds: dict[str, float], group: str) -> float:
+    """z times the group's threshold times the root of the number of groups."""
+    return MULTIPLIER * math.sqrt(len(thresholds)) * thresholds[group]
+
+
+def clipped(thresholds: dict[str, float], groups: Any, allocation: str) -> Any:
+    return clipless.abadi(threshold=list(thresholds.values()), groups=groups, allocation=allocation)
+
+
+SETTINGS = {
+    "flat": Setting(clipless.abadi(threshold=2.0), dict.fromkeys(NAMES, 2.0 * MULTIPLIER)),
+    "flat, auto-s": Setting("auto-s", dict.fromkeys(NAMES, MULTIPLIER)),
+    "shared out": Setting(clipless.auto_s(threshold=2.0, groups="per-layer"), dict.fromkeys(NAMES, 2.0 * MULTIPLIER)),
+    "per-layer": Setting(clipped(LAYERS, "per-layer", "uniform"), dict.fromkeys(NAMES, uniform(LAYERS))),
+    "per-layer, equal budget": Setting(
+        clipped(LAYERS, "per-layer", "equal-budget"),
+        {name: equal_budget(LAYERS, name.split(".")[0]) for name in NAMES},
+    ),
+    "per-parameter": Setting(
+        clipped(PARAMETERS, "per-parameter", "uniform"), dict.fromkeys(NAMES, uniform(PARAMETERS))
+    ),
+    "per-parameter, equal budget": Setting(
+        clipped(PARAMETERS, "per-parameter", "equal-budget"), {name: equal_budget(PARAMETERS, name) for name in NAMES}
+    ),
+    "blocks": Setting(clipped(BLOCKS, [["*.weight"], ["*.bias"]], "uniform"), dict.fromkeys(NAMES, uniform(BLOCKS))),
+    "blocks, equal budget": Setting(
+        clipped(BLOCKS, [["*.weight"], ["*.bias"]], "equal-budget"),
+        {name: equal_budget(BLOCKS, name.split(".")[1]) for name in NAMES},
+    ),
+}
+
+
+def attach(model: nn.Module, data: Tensor | None = None, lr: float = 0.0, **changes: Any) -> tuple[Any, Private]:
+    settings = {"noise_multiplier": MULTIPLIER, "delta": 1e-5, "batch_size": BATCH, "steps": DRAWS}
+    settings |= {"seed": 2, "accountant": "gdp"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    records = TensorDataset(torch.ones(SIZE, 1) if data is None else data)
+    return optimizer, clipless.make_private(model, optimizer, records, **settings | changes)
+
+
+def released(count: int, weight: float = 0.0, **changes: Any) -> tuple[list[int], list[dict[str, Tensor]]]:
+    """Rows and released gradients of the first steps of a run; a weight of 0 makes every record's gradient zero."""
+    model = Model()
+    optimizer, private = attach(model, **changes)
+    rows, gradients = [], []
+    for (x,) in itertools.islice(private.loader, count):
+        (weight * model(x).mean()).backward()
+        optimizer.step()
+        rows.append(len(x))
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    private.detach()
+    return rows, gradients
+
+
+class Sample(NamedTuple):
+    """2,000 releases of every coordinate, what their standard deviation should be, and the rows of each batch."""
+
+    setting: Setting
+    values: Tensor
+    expected: Tensor
+    rows: Tensor
+
+
+@pytest.fixture(scope="module", params=[name for name in SETTINGS if name not in ("flat, auto-s", "shared out")])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    setting = SETTINGS[request.param]
+    rows, gradients = released(DRAWS, clipping=setting.clipping)
+    values = torch.stack([torch.cat([step[name].flatten() for name in NAMES]) for step in gradients]).double()
+    expected = torch.cat(
+        [torch.full((gradients[0][name].numel(),), setting.stddevs[name] / BATCH) for name in NAMES]
+    ).double()
+    return Sample(setting, values, expected, torch.tensor(rows))
+
+
+def test_noise_has_the_planned_size_in_every_group(sample: Sample) -> None:
+    """PITFALLS 6: within 5 % for each threshold's group, and 6 sigma for each of 25 coordinates (about 1 in 10 million)."""
+    deviations = sample.values.square().mean(0).sqrt() / sample.expected
+    counts = [p.numel() for p in Model().parameters()]
+    for name, part in zip(NAMES, deviations.split(counts), strict=True):
+        assert part.square().mean().sqrt().item() == pytest.approx(1.0, rel=0.05), name
+    assert (deviations - 1).abs().max() < 6 / math.sqrt(2 * DRAWS)
+
+
+def test_noise_has_mean_zero(sample: Sample) -> None:
+    """5 sigma for each of 25 coordinates: 1 seed in 70,000."""
+    assert (sample.values.mean(0) / sample.expected).abs().max() < 5 / math.sqrt(DRAWS)
+
+
+def test_noise_is_gaussian(sample: Sample) -> None:
+    """Kolmogorov-Smirnov over 50,000 numbers, at one in a million."""
+    assert stats.kstest((sample.values / sample.expected).flatten().numpy(), "norm").pvalue > 1e-6
+
+
+def test_coordinates_are_uncorrelated(sample: Sample) -> None:
+    """6 sigma for each of 300 pairs: 1 seed in a million."""
+    correlations = torch.corrcoef(sample.values.T) - torch.eye(len(sample.expected))
+    assert correlations.abs().max() < 6 / math.sqrt(DRAWS)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 10])
+def test_steps_are_uncorrelated(sample: Sample, lag: int) -> None:
+    """5 sigma for each of 25 coordinates: 1 seed in 70,000."""
+    normal = sample.values / sample.expected
+    assert (normal[lag:] * normal[:-lag]).mean(0).abs().max() < 5 / math.sqrt(DRAWS - lag)
+
+
+def test_no_two_steps_share_their_noise(sample: Sample) -> None:
+    """Neither a number nor a direction is used twice, be it with the other sign or in another place."""
+    directions = torch.nn.functional.normalize(sample.values / sample.expected, dim=1)
+    cosines = directions @ directions.T - torch.eye(DRAWS)
+    assert cosines.abs().max() < 0.99
+    assert len(sample.values.abs().unique()) > 0.98 * sample.values.numel()
+
+
+def test_large_batches_are_not_noisier_than_small_ones(sample: Sample) -> None:
+    """PITFALLS 11: 5 sigma for the difference of two variances, 6 seeds in ten million."""
+    normal = sample.values / sample.expected
+    small, large = normal[sample.rows < BATCH], normal[sample.rows > BATCH]
+    assert min(len(small), len(large)) > DRAWS / 4
+    bound = 5 * math.sqrt(2 / small.numel() + 2 / large.numel())
+    assert abs(small.square().mean() - large.square().mean()) < bound
+
+
+# What the noise does not depend on: the same seed gives the same bits.
+
+UNUSED = NAMES[2:]
+
+CIRCUMSTANCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gradients or none": ({"weight": 0.0}, {"weight": 1.0}),
+    "small or large gradients": ({"weight": 1e-6}, {"weight": 1e6}),
+    "one outlier": ({"weight": 1.0}, {"weight": 1.0, "data": torch.ones(SIZE, 1).index_fill(0, torch.tensor(0), 1e9)}),
+    "not a number": ({"weight": 1.0}, {"weight": 1.0, "data": torch.full((SIZE, 1), math.nan)}),
+    "few or many records": ({"weight": 1.0, "data": torch.ones(3, 1)}, {"weight": 1.0, "data": torch.ones(300, 1)}),
+    "sum or mean": ({"weight": 1.0}, {"weight": 1.0, "loss_reduction": "sum"}),
+    "rule": ({"clipping": "auto-s"}, {"clipping": "auto-v"}),
+    "number of steps planned": ({"steps": 10}, {"steps": 1000}),
+    "learning rate": ({"lr": 0.0}, {"lr": 0.5}),
+    "accountant": ({"accountant": "gdp"}, {"accountant": "rdp"}),
+}
+
+
+@pytest.mark.parametrize("circumstances", CIRCUMSTANCES.values(), ids=CIRCUMSTANCES)
+def test_nothing_but_the_seed_and_the_plan_decides_over_the_noise(
+    circumstances: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    """PITFALLS 6 and 11: not the batch, its size, its largest gradient, nor the records, decide over scale or bits."""
+    (rows, one), (other_rows, other) = (released(8, **changes) for changes in circumstances)
+    assert len(one) == len(other) == 8
+    for a, b in zip(one, other, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in UNUSED)
+    if "data" in circumstances[0]:
+        assert rows != other_rows, "the realised batches must differ for the test to mean anything"
+
+
+def test_the_release_is_divided_by_the_expected_batch() -> None:
+    one, other = (released(8, batch_size=batch)[1] for batch in (2, 6))
+    for a, b in zip(one, other, strict=True):
+        for name in NAMES:
+            torch.testing.assert_close(2 * a[name], 6 * b[name])
+
+
+def test_the_noise_is_proportional_to_multiplier_and_threshold() -> None:
+    one = released(4, noise_multiplier=1.0, clipping=clipless.abadi(threshold=1.0))[1]
+    other = released(4, noise_multiplier=3.0, clipping=clipless.abadi(threshold=0.5))[1]
+    for a, b in zip(one, other, strict=True):
+        for name in NAMES:
+            torch.testing.assert_close(1.5 * a[name], b[name])
+
+
+def test_parameters_of_one_shape_do_not_share_their_noise() -> None:
+    model = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
+    model.append(used := nn.Linear(1, 1))
+    optimizer, private = attach(model)
+    (x,) = next(iter(private.loader))
+    used(x).sum().backward()
+    optimizer.step()
+    noises = [layer.weight.grad for layer in model[:4]]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(noises, 2))
+
+
+def test_a_resumed_run_does_not_repeat_noise_that_was_released() -> None:
+    model = Model()
+    optimizer, private = attach(model, steps=10)
+
+    def take(steps: int) -> list[Tensor]:
+        taken = []
+        for (x,) in itertools.islice(private.loader, steps):
+            model(x).mean().backward()
+            optimizer.step()
+            taken.append(model.wide.weight.grad.clone())
+        return taken
+
+    first = take(4)
+    state = private.state_dict()
+    private.detach()
+    optimizer, private = attach(model, steps=10, seed=None)
+    private.load_state_dict(state)
+    noises = first + take(6)
+    assert len(noises) == 10
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(noises, 2))
+
+
+# The plan's arithmetic.
+
+
+@given(
+    st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=30),
+    st.floats(1e-3, 1e3),
+    st.sampled_from(["uniform", "equal-budget"]),
+)
+def test_whatever_the_thresholds_a_step_is_worth_its_multiplier(
+    thresholds: list[float], multiplier: float, allocation: str
+) -> None:
+    """SPEC section 0: (Σ (R_g/s_g)²)^(-1/2), written out here once more, is z under both allocations."""
+    column = torch.tensor(thresholds, dtype=torch.float64).unsqueeze(1)
+    stddevs = noise_stddevs(column, multiplier, allocation)
+    assert stddevs.shape == column.shape
+    worth = sum((r / s) ** 2 for r, s in zip(thresholds, stddevs.flatten().tolist(), strict=True)) ** -0.5
+    assert worth == pytest.approx(multiplier, rel=1e-9)
+    assert effective_multiplier(column, stddevs) == pytest.approx(multiplier, rel=1e-9)
+    if allocation == "uniform":
+        assert stddevs.unique().numel() == 1
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_the_ledger_is_told_the_multiplier_that_the_noise_is_worth(setting: Setting) -> None:
+    """The layerwise trap: noise of σ·R_g on each of G groups would be worth σ/√G only."""
+    model = Model()
+    optimizer, private = attach(model, clipping=setting.clipping)
+    (x,) = next(iter(private.loader))
+    model(x).mean().backward()
+    optimizer.step()
+    ((event, _),) = private.ledger.events
+    stddevs = private.plan.stddevs(0, private.thresholds)
+    assert effective_multiplier(private.thresholds, stddevs) == pytest.approx(MULTIPLIER, rel=1e-6)
+    assert event.noise_multiplier == private.plan.noise_multiplier == MULTIPLIER
+    by_group = [setting.stddevs[members[0]] for members in private.plan.groups.members]
+    assert stddevs.flatten().tolist() == pytest.approx(by_group, rel=1e-6)
+
+
+# The source.
+
+
+def first(source: TorchNoise, stream: str = "gradient", step: int = 0) -> Tensor:
+    return next(source.normals(stream, step, [torch.empty(20)]))
+
+
+def test_a_source_is_a_function_of_seed_stream_and_step() -> None:
+    source = TorchNoise(5)
+    places = list(itertools.product(STREAMS, range(50)))
+    noises = [first(source, *place) for place in places]
+    assert all(torch.equal(noise, first(TorchNoise(5), *place)) for noise, place in zip(noises, places, strict=True))
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(noises, 2))
+    assert torch.equal(source.uniform("sample", 3, 9), TorchNoise(5).uniform("sample", 3, 9))
+    assert not torch.equal(source.uniform("sample", 3, 9), source.uniform("sample", 4, 9))
+
+
+SEEDS = st.integers(0, 2**128 - 1)
+
+
+@given(st.tuples(SEEDS, st.sampled_from(sorted(STREAMS)), st.integers(0, 10**9)), st.data())
+def test_other_seeds_streams_and_steps_give_other_noise(one: tuple[int, str, int], data: st.DataObject) -> None:
+    seed, stream, step = one
+    other = data.draw(
+        st.sampled_from(
+            [
+                (seed ^ (1 << data.draw(st.integers(0, 127), label="bit of the seed")), stream, step),
+                (seed, data.draw(st.sampled_from(sorted(STREAMS)), label="stream"), step),
+                (seed, stream, data.draw(st.integers(0, 10**9), label="step")),
+                (step, stream, seed % 10**9),
+            ]
+        )
+    )
+    assume(other != one)
+    assert not torch.equal(*(first(TorchNoise(s), name, number) for s, name, number in (one, other)))
+
+
+def test_without_a_seed_it_is_new_each_time_and_128_bits_long() -> None:
+    """The longest of 40 seeds has fewer than 120 bits once in 2^320 runs."""
+    sources = [TorchNoise() for _ in range(40)]
+    assert len({source.seed for source in sources}) == 40
+    assert 120 <= max(source.seed.bit_length() for source in sources) <= 128
+    assert len({first(source)[0].item() for source in sources}) > 35
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (15,), (16,), (17,), (3, 0, 2), (4, 5, 6)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_noise_is_shaped_like_its_templates_whatever_their_type(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    one, other = TorchNoise(1).normals(
+        "gradient", 0, [torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)]
+    )
+    assert one.shape == other.shape == torch.Size(shape)
+    assert one.dtype == torch.float32
+    assert one.numel() == 0 or not torch.equal(one, other)
+
+
+def test_uniform_numbers_have_53_bits_and_stay_below_one() -> None:
+    """Of 10,000 numbers all bits are used: the last one is set in half of them, give or take 5 sigma."""
+    numbers = TorchNoise(1).uniform("sample", 0, 10_000)
+    whole = numbers * 2**53
+    assert numbers.dtype == torch.float64
+    assert torch.equal(whole, whole.floor())
+    assert 0 <= numbers.min() < numbers.max() < 1
+    assert abs((whole % 2).mean().item() - 0.5) < 5 * 0.5 / 100
+
+
+def test_the_global_generators_are_neither_used_nor_moved() -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    one = first(TorchNoise(3))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    np.random.seed(2)
+    assert torch.equal(first(TorchNoise(3)), one)
+
+
+@pytest.mark.parametrize("entropy", [[0], [7, 1, 3], [2**128 - 1, 3, 10**6]], ids=str)
+@pytest.mark.parametrize("count", [1, 623, 624, 625, 2000])
+def test_the_generator_state_is_filled_as_torch_reads_it(entropy: list[int], count: int) -> None:
+    """The words are those of numpy's Mersenne twister with the same key: should torch change its layout, this fails."""
+    generator = torch.Generator()
+    generator.set_state(_mersenne_state(np.random.SeedSequence(entropy)))
+    twister = np.random.MT19937()
+    key = np.random.SeedSequence(entropy).generate_state(624)
+    twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": 624}}
+    raw = torch.from_numpy(twister.random_raw(count).astype(np.int64))
+    assert torch.equal(torch.rand(count, generator=generator), ((raw & (2**24 - 1)) / 2**24).float())
+
+
+def test_a_source_by_name_takes_the_seed() -> None:
+    assert torch.equal(first(noise_source("torch", 4)), first(TorchNoise(4)))
