@@ -15,7 +15,7 @@ from clipless.grads.pieces import OuterProducts
 from clipless.plan import sensitivity
 from clipless.preflight import relative_error
 from clipless.thresholds import Constant
-from problems import PROBLEMS, Problem, losses
+from problems import PROBLEMS, Problem, Scale, losses
 
 PARTITIONS = {
     "flat": "flat",
@@ -168,20 +168,33 @@ def test_positions_that_happen_to_be_as_many_as_the_records_are_not_taken_for_re
             )
 
 
-def test_time_major_activations_are_refused_also_when_square() -> None:
+def test_time_major_activations_agree_with_the_oracle_also_when_square() -> None:
     class TimeMajor(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.inner, self.scale, self.head = nn.Linear(3, 3), Scale(3), nn.Linear(3, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.inner(x.transpose(0, 1)).mean(0))
+            return self.head(self.scale(self.inner(x.transpose(0, 1)).tanh()).mean(0))
 
-    for records in (2, 5):
-        with pytest.raises(clipless.UnsupportedModule, match="'inner'.*first dimension"):
-            clipless.clipped_sum(
-                TimeMajor(), losses, (torch.randn(records, 5, 3), torch.zeros(records, dtype=torch.long))
-            )
+    model = TimeMajor()
+    for records in (1, 2, 5):
+        batch = torch.randn(records, 5, 3), torch.arange(records) % 3
+        fast, slow = (which.clipped_sum(model, losses, batch, "auto-v") for which in (clipless, oracle))
+        assert relative_error(fast, slow) <= 1e-4
+
+
+def test_records_flattened_with_positions_are_refused_by_name() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.flatten(0, 1)).view(len(x), -1, 3).sum(1)
+
+    with pytest.raises(clipless.UnsupportedModule, match="'inner'.*do not flatten them together with positions"):
+        clipless.clipped_sum(Flat(), losses, (torch.randn(4, 5, 3), torch.arange(4) % 3))
 
 
 def test_dropout_draws_what_it_would_have_drawn() -> None:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from clipless.errors import UnsupportedModule
 
 Shapes = tuple[torch.Size, ...]
+Dims = tuple[int | None, ...]
 
 
 class Place(NamedTuple):
@@ -32,41 +33,49 @@ class Layout:
     def __init__(self) -> None:
         self.entries: set[str] = set()
         self._probed: dict[Place, Shapes] = {}
-        self._batched: dict[Place, tuple[bool, ...]] = {}
+        self._dims: dict[Place, Dims] = {}
 
     def forget(self) -> None:
         """Learn anew: a pass was refused, and what it showed may not hold for others."""
         self.entries.clear()
         self._probed.clear()
-        self._batched.clear()
+        self._dims.clear()
 
     def note(self, place: Place, shapes: Shapes) -> None:
         """Remember the shapes that the probe saw."""
         self._probed[place] = shapes
 
-    def batched(self, place: Place, shapes: Shapes, records: int) -> tuple[bool, ...]:
-        """For each tensor at the place: does it carry one row per record, in its first dimension?"""
-        known = self._batched.get(place)
+    def dims(self, place: Place, shapes: Shapes, records: int) -> Dims:
+        """For each tensor at the place the dimension along which its records lie, None if it carries none."""
+        known = self._dims.get(place)
         if known is None or len(known) != len(shapes):
             probed = self._probed.get(place)
             if probed is None or len(probed) != len(shapes):
-                return tuple(len(shape) > 0 and shape[0] == records for shape in shapes)
-            known = tuple(now != then for now, then in zip(shapes, probed, strict=True))
-            for now, then in zip(shapes, probed, strict=True):
-                if now != then and now[0] == then[0]:
-                    raise _rows_are_not_records(place, now, records)
-            self._batched[place] = known
-        for shape, per_record in zip(shapes, known, strict=True):
-            if per_record and (len(shape) == 0 or shape[0] != records):
+                return tuple(0 if len(shape) > 0 and shape[0] == records else None for shape in shapes)
+            pairs = zip(shapes, probed, strict=True)
+            known = self._dims[place] = tuple(_changed_dim(place, now, then, records) for now, then in pairs)
+        for shape, dim in zip(shapes, known, strict=True):
+            if dim is not None and (dim >= len(shape) or shape[dim] != records):
                 raise _rows_are_not_records(place, shape, records)
         return known
 
 
+def _changed_dim(place: Place, now: torch.Size, then: torch.Size, records: int) -> int | None:
+    """The one dimension in which a tensor's shape differs between two passes of different numbers of records."""
+    if now == then:
+        return None
+    if len(now) == len(then):
+        changed = [dim for dim in range(len(now)) if now[dim] != then[dim]]
+        if len(changed) == 1 and now[changed[0]] == records:
+            return changed[0]
+    raise _rows_are_not_records(place, now, records)
+
+
 def _rows_are_not_records(place: Place, shape: torch.Size, records: int) -> UnsupportedModule:
     return UnsupportedModule(
-        f"module {place.name!r} has an {place.side} of shape {written(shape, records)}, whose rows are not the B records of "
-        "the batch. clipless needs the records in the first dimension, one row each: keep them there (batch_first=True, no "
-        "flattening of records with positions), and use other data under torch.no_grad()."
+        f"module {place.name!r} has an {place.side} of shape {written(shape, records)}, and its rows are not the records "
+        "of a batch of B. clipless needs a dimension of their own for the records: do not flatten them together with positions, "
+        "and use other data under torch.no_grad()."
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
+from clipless.grads.layout import Dims
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Call:
     module: nn.Module
     name: str
     wanted: Mapping[str, str]
-    batched: tuple[bool, ...]
+    dims: Dims
+    out_dims: Dims
     leaves: list[Any]
     spec: pytree.TreeSpec
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
-from clipless.grads.layout import Layout, Place, Shapes, probe, random_state, resized, shapes_of, written
+from clipless.grads.layout import Dims, Layout, Place, Shapes, probe, random_state, resized, shapes_of, written
 from clipless.grads.pieces import Piece
 from clipless.grads.refusals import BufferGuard, refuse_module
 from clipless.grads.rules import LayerRule, Use, generic, rule_of
@@ -42,7 +42,8 @@ class Frame:
     place: Place
     armed: bool
     turned_off: list[nn.Parameter] = field(default_factory=list)
-    batched: tuple[bool, ...] = ()
+    dims: Dims = ()
+    out_dims: Dims = ()
     random_state: list[Tensor] = field(default_factory=list)
 
 
@@ -161,7 +162,7 @@ class Tape:
         if own is None:
             return
         if self.part is not None and self.part.records > 0:
-            frame.batched = self._placed(frame.place, shapes_of((args, kwargs)), self.part.records, any)
+            frame.dims = self._placed(frame.place, shapes_of((args, kwargs)), self.part.records, any)
         if self.rules[frame.place.name] is generic:
             frame.random_state = random_state(frame.module)
         for name in own.values():
@@ -170,18 +171,16 @@ class Tape:
                 parameter.requires_grad_(False)
                 frame.turned_off.append(parameter)
 
-    def _placed(
-        self, place: Place, shapes: Shapes, records: int, enough: Callable[[Iterable[bool]], bool]
-    ) -> tuple[bool, ...]:
-        """Which of the tensors carry one row per record; refused if that is not enough to tell records apart."""
+    def _placed(self, place: Place, shapes: Shapes, records: int, enough: Callable[[Iterable[bool]], bool]) -> Dims:
+        """Where the records lie in each of the tensors; refused if that is not enough to tell records apart."""
         try:
-            batched = self._layout.batched(place, shapes, records)
-            if not enough(batched):
+            dims = self._layout.dims(place, shapes, records)
+            if not enough(dim is not None for dim in dims):
                 raise _shared(place, shapes, records)
         except UnsupportedModule:
             self._layout.forget()
             raise
-        return batched
+        return dims
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._paused or not self._frames or self._frames[-1].module is not module:
@@ -206,7 +205,8 @@ class Tape:
     def _tap(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         outputs = differentiable(output)
         if self.part is not None and self.part.records > 0:
-            self._placed(frame.place._replace(side="output"), shapes_of(outputs), self.part.records, all)
+            place = frame.place._replace(side="output")
+            frame.out_dims = self._placed(place, shapes_of(outputs), self.part.records, all)
         leaves, spec = pytree.tree_flatten(output)
         places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         tapped = Tap.apply(self._anchor, self._call(frame, args, kwargs), *outputs)  # type: ignore[no-untyped-call]
@@ -232,7 +232,8 @@ class Tape:
             for name in wanted.values():
                 part.uses[name] = part.uses.get(name, 0) + 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        return Call(self._receive, part, frame.module, self._names[frame.module], wanted, frame.batched, leaves, spec)
+        name = self._names[frame.module]
+        return Call(self._receive, part, frame.module, name, wanted, frame.dims, frame.out_dims, leaves, spec)
 
     def _receive(self, call: Call, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """A tap's gradient has arrived: make the pieces of it."""
@@ -243,7 +244,8 @@ class Tape:
         if part.records == 0:
             return
         args, kwargs = call.rebuild(tensors)
-        use = Use(call.module, args, kwargs, call.batched, tuple(call.wanted), part.records)
+        use = Use(call.module, args, kwargs, call.dims, call.out_dims, tuple(call.wanted), part.records)
+        grads = tuple(grad.movedim(dim or 0, 0) for grad, dim in zip(grads, call.out_dims, strict=True))
         self._paused = True
         try:
             pieces = self.rules[call.name](use, grads)

@@ -24,10 +24,13 @@ def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
 
     def pull_back(parameters: dict[str, Tensor], record: list[Tensor], cotangents: tuple[Tensor, ...]) -> Tensor:
         """Inner product of the module's output for one record with the gradient that arrived there."""
-        values = iter(value.unsqueeze(0) if per else value for value, per in zip(record, use.batched, strict=True))
+        values = iter(
+            value if dim is None else value.unsqueeze(dim) for value, dim in zip(record, use.dims, strict=True)
+        )
         args, kwargs = pytree.tree_unflatten([next(values) if isinstance(x, Tensor) else x for x in leaves], spec)
         outputs = differentiable(functional_call(use.module, parameters, args, kwargs))
-        parts = [(out.squeeze(0) * cot).sum() for out, cot in zip(outputs, cotangents, strict=True)]
+        rows = [out.squeeze(dim or 0) for out, dim in zip(outputs, use.out_dims, strict=True)]
+        parts = [(row * cotangent).sum() for row, cotangent in zip(rows, cotangents, strict=True)]
         return torch.stack(parts).sum()
 
     per_record = _each_record(grad(pull_back), parameters, tensors, use, grads)
@@ -46,12 +49,12 @@ def _each_record(
     use: Use,
     grads: tuple[Tensor, ...],
 ) -> dict[str, Tensor]:
-    in_dims = (None, [0 if per else None for per in use.batched], tuple(0 for _ in grads))
+    in_dims = (None, list(use.dims), tuple(0 for _ in grads))
     try:
         return vmap(gradient, in_dims=in_dims)(parameters, tensors, grads)
     except RuntimeError:
         rows = []
         for b in range(use.records):
-            record = [value[b] if per else value for value, per in zip(tensors, use.batched, strict=True)]
+            record = [t if dim is None else t.select(dim, b) for t, dim in zip(tensors, use.dims, strict=True)]
             rows.append(gradient(parameters, record, tuple(g[b] for g in grads)))
         return {name: torch.stack([row[name] for row in rows]) for name in parameters}

@@ -6,26 +6,39 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from clipless.grads.layout import Dims
 from clipless.grads.pieces import Piece
 
 
 @dataclass(frozen=True)
 class Use:
-    """One call of a module in the forward pass, as its rule sees it in the backward pass."""
+    """One call of a module in the forward pass, as its rule sees it in the backward pass.
+
+    `dims` and `out_dims` say along which dimension the records lie in each tensor of the input and of the output, None
+    where there are none. Gradients are handed to a rule with the records first.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    batched: tuple[bool, ...]
+    dims: Dims
+    out_dims: Dims
     wanted: tuple[str, ...]
     records: int
 
     @property
+    def inputs(self) -> list[Tensor]:
+        """All tensors of the input, records first, in at least float32 if they are floating-point."""
+        tensors = [leaf for leaf in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
+        moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, self.dims, strict=True)]
+        return [at_least_float32(t) if t.is_floating_point() else t for t in moved]
+
+    @property
     def input(self) -> Tensor:
-        """The first argument, by position or by name, in at least float32 if it is a floating-point tensor."""
-        value: Tensor = self.args[0] if self.args else next(iter(self.kwargs.values()))
-        return at_least_float32(value) if value.is_floating_point() else value
+        """The first of them."""
+        return self.inputs[0]
 
 
 LayerRule = Callable[[Use, tuple[Tensor, ...]], dict[str, Piece]]
