@@ -7,12 +7,13 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PINNED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test figures lint format clean
+.PHONY: help demo test figures models-page lint format clean
 
 help:
 	@echo "make demo    train digits without privacy, with Abadi clipping and with AUTO-S, side by side"
 	@echo "make test    lint, type check and run all tests"
 	@echo "make figures train and draw what docs/clipping.md shows"
+	@echo "make models-page  write docs/models.md, the list of what is exact, falls back or is refused"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make clean   remove .venv, caches and runs"
@@ -26,6 +27,9 @@ test: lint
 figures: $(VENV)/.test
 	$(PIP) -c constraints.txt -e '.[figures]'
 	$(BIN)/python experiments/clipping.py
+
+models-page: $(VENV)/.runtime
+	$(BIN)/python experiments/models_page.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -311,7 +311,10 @@ def after_linear(layer: nn.Module) -> nn.Sequential:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "batchnorm": (lambda: after_linear(nn.BatchNorm1d(6)), "Replace it with GroupNorm, or put it in eval"),
+    "batchnorm": (
+        lambda: after_linear(nn.BatchNorm1d(6)),
+        r"GroupNorm \(clipless\.replace_batchnorm\(model\)\) or put it in eval",
+    ),
     "without affine": (lambda: after_linear(nn.BatchNorm1d(6, affine=False)), "Replace it with GroupNorm"),
     "frozen": (lambda: after_linear(nn.BatchNorm1d(6).requires_grad_(False)), "Replace it with GroupNorm"),
     "synchronised": (lambda: after_linear(nn.SyncBatchNorm(6)), "Replace it with GroupNorm"),

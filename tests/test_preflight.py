@@ -1,12 +1,19 @@
 """clipless.check tells sound models from unsound ones, by what they do."""
 
+import copy
+import json
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import clipless
-from problems import PROBLEMS, Problem, losses
+from clipless.grads.pieces import Instantiated, OuterProducts
+from clipless.preflight.measuring import held_bytes
+from problems import PROBLEMS, Branching, Problem, Unused, losses
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
@@ -20,15 +27,87 @@ def test_every_problem_is_sound(problem: Problem) -> None:
 
 
 def test_report_lists_how_each_parameter_is_handled() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.LayerNorm(4), nn.Linear(4, 3))
-    model[3].requires_grad_(False)
-    report = clipless.check(model, losses, (torch.randn(4, 4), torch.zeros(4, dtype=torch.long)))
+    model = nn.Sequential(Branching(4), nn.Linear(4, 4), Unused(), nn.LayerNorm(3), nn.Linear(3, 3))
+    model[4].requires_grad_(False)
+    report = clipless.check(model, losses, batch())
+    report.raise_if_unsound()
     how = {row.parameter: row.how for row in report.handling}
-    assert how["0.weight"] == "linear"
-    assert how["1.weight"] == "generic"
-    assert how["2.weight"] == "layer norm"
-    assert how["3.bias"] == "frozen"
-    assert "sound" in str(report)
+    assert how["1.weight"] == "linear"
+    assert how["0.up"] == "generic"
+    assert how["2.unused.weight"] == "unused"
+    assert how["3.weight"] == "layer norm"
+    assert how["4.bias"] == "frozen"
+
+
+class Tied(nn.Module):
+    """A parameter in no layer, and one that an embedding and a head share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.token, self.head = nn.Embedding(5, 4), nn.Parameter(torch.rand(1, 4)), nn.Linear(4, 5)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.table(x).sum(1) + self.token))
+
+
+def test_shares_of_time_and_memory_add_up() -> None:
+    torch.manual_seed(0)
+    report = clipless.check(Tied(), losses, (torch.randint(5, (6, 3)), torch.randint(5, (6,))))
+    report.raise_if_unsound()
+    rows = {row.parameter: row for row in report.handling}
+    assert rows["table.weight"].how == "linear + embedding"
+    assert rows["token"].how == "by operation"
+    for share in ("time_share", "memory_share"):
+        shares = [getattr(row, share) for row in report.handling]
+        assert all(0 < value < 1 for value in shares)
+        assert sum(shares) == pytest.approx(1)
+
+
+def test_frozen_and_unused_parameters_cost_nothing() -> None:
+    model = Unused()
+    model.used.bias.requires_grad_(False)
+    rows = {row.parameter: row for row in clipless.check(model, losses, batch()).handling}
+    assert (rows["used.bias"].time_share, rows["used.bias"].memory_share) == (0, 0)
+    assert (rows["unused.weight"].time_share, rows["unused.weight"].memory_share) == (0, 0)
+    assert (rows["used.weight"].time_share, rows["used.weight"].memory_share) == (1, 1)
+
+
+def test_memory_is_that_of_the_buffers_behind_the_pieces() -> None:
+    acts, grads = torch.zeros(6, 1, 40), torch.zeros(6, 1, 30)
+    assert held_bytes([OuterProducts(acts, grads)]) == 4 * 6 * (40 + 30)
+    assert held_bytes([OuterProducts(acts, acts.mT), Instantiated(acts[:2])]) == 4 * 6 * 40
+
+
+def test_report_is_a_table_with_verdicts() -> None:
+    text = str(clipless.check(nn.Linear(4, 3), losses, batch()))
+    assert re.search(r"^parameter +shape +handled by +time +memory$", text, re.MULTILINE)
+    assert re.search(r"^weight +3x4 +linear +\d+\.\d% +\d+\.\d%$", text, re.MULTILINE)
+    assert re.search(r"^oracle agreement +holds: relative error .* over 6 records", text, re.MULTILINE)
+    assert re.search(r"^remove one record +holds: the clipped sum moves by .*, sensitivity 1$", text, re.MULTILINE)
+    assert re.search(r"^buffers +unchanged\n\nsound$", text, re.MULTILINE)
+
+
+def test_report_of_a_refused_model_says_what_was_not_tested() -> None:
+    report = clipless.check(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), losses, batch())
+    text = str(report)
+    assert re.search(r"^0\.weight +3x4 +linear +- +-$", text, re.MULTILINE)
+    assert re.search(r"^oracle agreement +not tested$", text, re.MULTILINE)
+    assert re.search(r"^remove one record +not tested$", text, re.MULTILINE)
+    assert "buffers            1.running_mean, 1.running_var changed" in text
+    assert "UNSOUND\nBatchNorm1d '1' mixes records, so no per-record bound exists. Replace it with GroupNorm" in text
+    assert report.oracle_agreement is report.remove_one_record is None
+
+
+def test_report_as_json() -> None:
+    for model in (nn.Linear(4, 3), Mixing(), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))):
+        report = clipless.check(model, losses, batch())
+        record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+        assert record["sound"] == report.sound == (record["problems"] == [])
+        assert record["oracle_agreement"] == report.oracle_agreement
+        assert [row["parameter"] for row in record["parameters"]] == [name for name, _ in model.named_parameters()]
+        assert record["parameters"][0]["shape"] == [3, 4]
+    assert record["oracle_error"] is record["parameters"][0]["time_share"] is None
 
 
 class Mixing(nn.Module):
@@ -53,6 +132,16 @@ def test_a_model_that_mixes_records_is_unsound() -> None:
     assert not report.sound
     with pytest.raises(clipless.Unsound, match="mixes records"):
         report.raise_if_unsound()
+
+
+def test_mixing_breaks_both_verdicts() -> None:
+    class Shouting(Mixing):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * x.sum()
+
+    report = clipless.check(Shouting(), losses, batch(), clipping=clipless.abadi(threshold=1e3))
+    assert report.oracle_agreement is False
+    assert "BROKEN" in str(report)
 
 
 def test_a_loss_that_mixes_records_is_unsound() -> None:
@@ -95,3 +184,75 @@ def test_dropout_does_not_disturb_the_comparison() -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3))
     clipless.check(model, losses, batch()).raise_if_unsound()
     assert model[1].p == 0.5
+
+
+def test_functional_dropout_does_not_disturb_the_comparison() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.attention_dropout = nn.Linear(4, 3), 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.inner(x), self.attention_dropout, self.training)
+
+    model = Dropping()
+    clipless.check(model, losses, batch()).raise_if_unsound()
+    assert model.attention_dropout == 0.5
+
+
+@pytest.mark.parametrize(("records", "message"), [(0, "0 records cannot"), (1, "1 record cannot")])
+def test_too_few_records_prove_nothing(records: int, message: str) -> None:
+    x, y = batch()
+    with pytest.raises(clipless.Unsound, match=f"{message} show whether records mix: check on a batch of two or more"):
+        clipless.check(nn.Linear(4, 3), losses, (x[:records], y[:records])).raise_if_unsound()
+
+
+def test_a_model_without_trainable_parameters_is_a_problem() -> None:
+    with pytest.raises(clipless.Unsound, match="no trainable parameter"):
+        clipless.check(nn.Linear(4, 3).requires_grad_(False), losses, batch()).raise_if_unsound()
+
+
+def test_half_precision_is_judged_by_its_own_rounding() -> None:
+    def mixed(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return losses(model, data)
+
+    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 3))
+    report = clipless.check(model, mixed, batch())
+    report.raise_if_unsound()
+    assert report.tolerance == 2e-2
+
+
+def test_check_leaves_model_and_random_numbers_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    data, hooks = batch(), dict(model._forward_hooks)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    clipless.check(model, losses, data)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model._forward_hooks == hooks
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+# make_private(..., check=...)
+
+
+def private(model: nn.Module, check: object) -> clipless.Private:
+    data, optimizer = TensorDataset(*batch()), torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"noise_multiplier": 1.0, "delta": 1e-2, "batch_size": 3, "steps": 2}
+    return clipless.make_private(model, optimizer, data, **settings, check=check)
+
+
+def test_make_private_checks_first() -> None:
+    model = Mixing()
+    with pytest.raises(clipless.Unsound, match="mixes records"):
+        private(model, (losses, batch()))
+    assert not model._forward_hooks
+    private(model, None).detach()
+    private(nn.Linear(4, 3), (losses, batch())).detach()
+
+
+@pytest.mark.parametrize("check", [True, losses, (losses,), (batch(), losses), [losses, batch()]])
+def test_make_private_wants_a_loss_and_a_batch(check: object) -> None:
+    with pytest.raises(clipless.InvalidType, match=r"check must be a pair \(loss_fn, batch\)"):
+        private(nn.Linear(4, 3), check)

@@ -16,6 +16,7 @@ from clipless.grads import ClippedSum, clipped_sum
 from clipless.plan import PrivacyPlan
 from clipless.preflight import CheckReport, check
 from clipless.private import Private, make_private
+from clipless.replacing import Replaced, replace_batchnorm
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ __all__ = [
     "Misuse",
     "PrivacyPlan",
     "Private",
+    "Replaced",
     "Spent",
     "Unsound",
     "UnsupportedModule",
@@ -48,4 +50,5 @@ __all__ = [
     "noise_multiplier",
     "oracle",
     "quantile",
+    "replace_batchnorm",
 ]

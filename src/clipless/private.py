@@ -19,6 +19,7 @@ from clipless.grads import Engine
 from clipless.noise import NoiseSource, noise_source
 from clipless.partition import partition
 from clipless.plan import PrivacyPlan, make_plan
+from clipless.preflight import refuse_unsound
 from clipless.sampling import Batch, Fetcher, PoissonSampler, PrivateLoader, fetcher, source_of
 from clipless.thresholds.history import History
 
@@ -42,11 +43,13 @@ def make_private(
     noise: str = "torch",
     seed: int | None = None,
     allow_overspend: bool = False,
+    check: tuple[Callable[[nn.Module, Any], Tensor], Any] | None = None,
 ) -> "Private":
     """Make an ordinary training loop differentially private: `optimizer.step()` then releases noised gradients only.
 
     Give `epsilon` or `noise_multiplier`, `epochs` or `steps`, and the expected `batch_size`; without `delta` it is
     N**-1.1. Train on `private.loader`. Model and optimizer stay what they are and get hooks, which `detach()` removes.
+    `check=(loss_fn, batch)` runs `clipless.check` first, which raises `Unsound` for a model or loss that mixes records.
     If anything is refused, nothing has been changed.
     """
     data, own_batch_size, settings = source_of(dataset)
@@ -78,6 +81,8 @@ def make_private(
         loss_reduction=loss_reduction,
         noise=noise,
     )
+    if check is not None:
+        refuse_unsound(model, check, how)
     return Private(model, optimizer, plan, fetcher(data, settings), noise_source(noise, seed), allow_overspend)
 
 

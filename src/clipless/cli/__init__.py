@@ -1,6 +1,7 @@
-"""The command line: `clipless train`, `clipless budget`.
+"""The command line: `clipless train`, `clipless budget`, `clipless check`.
 
-Exit codes: 0 done, 1 a bug, 2 an argument or a data set that was refused, 130 interrupted.
+Exit codes: 0 done, 1 a model that `check` found unsound, or a bug, 2 an argument or a data set that was refused, 130
+interrupted.
 """
 
 import os
@@ -12,6 +13,7 @@ import typer
 
 from clipless.cli import _output
 from clipless.cli.budget import budget
+from clipless.cli.check import check
 from clipless.cli.train import train
 from clipless.errors import CliplessError
 
@@ -44,6 +46,7 @@ app.command(epilog="Example:  clipless train --data digits --model mlp --clippin
 app.command(
     epilog="Example:  clipless budget --epsilon 3 --dataset-size 60000 --batch-size 2048 --epochs 40 --delta 1e-5"
 )(budget)
+app.command(epilog="Example:  clipless check --model cnn --data digits --clipping auto-s")(check)
 
 
 def main() -> None:

@@ -11,9 +11,10 @@ from torch.utils import _pytree as pytree
 
 from clipless.clipping import Clipping, as_clipping
 from clipless.errors import InvalidArgument
+from clipless.grads.frames import Part
 from clipless.grads.layout import random_state_kept
 from clipless.grads.pieces import combine
-from clipless.grads.tape import Part, Tape
+from clipless.grads.tape import Tape
 from clipless.partition import Partition, partition
 
 Clip = Callable[[Tensor], Tensor]

@@ -1,12 +1,13 @@
-"""Where the records are: which inputs of each module carry one row per record.
+"""Where the records are: along which dimension of each tensor they lie, wherever a parameter meets them.
 
 A size that equals the number of records may be a coincidence (a table of 32 positions, a batch of 32), and reading
-positions as records would bound the wrong thing. So the first batch is accompanied by a second forward pass with another
-number of records, without gradients and without touching the random state: what changes its shape carries records.
+positions as records would bound the wrong thing. So the first batch is preceded by two passes with other numbers of
+records, of which nothing is kept and which leave the random state as it was: what changes its size carries records.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -17,65 +18,105 @@ from clipless.errors import UnsupportedModule
 
 Shapes = tuple[torch.Size, ...]
 Dims = tuple[int | None, ...]
+NOWHERE = -1
+OPERATION = ("operand", "result")
 
 
 class Place(NamedTuple):
-    """The inputs or outputs of one call of a module in a forward pass."""
+    """Inputs or outputs of one call of a module in a forward pass, or operands or results of an operation in it."""
 
     name: str
     call: int
     side: str = "input"
+    operation: int = 0
+
+    def first(self) -> "Place":
+        """The same place in the module's first call, which also stands for calls that no probe saw: a part of the model
+        that is computed again in the backward pass."""
+        return self._replace(call=1)
 
 
 class Layout:
-    """What has been learned of the tensors at each place: the inputs or the outputs of a numbered call of a module."""
+    """What has been learned of the tensors at each place: inputs or outputs of a numbered call of a module, operands or
+    results of a numbered operation with its parameters."""
 
     def __init__(self) -> None:
         self.entries: set[str] = set()
-        self._probed: dict[Place, Shapes] = {}
+        self._passes: list[dict[Place, Shapes]] = []
         self._dims: dict[Place, Dims] = {}
 
     def forget(self) -> None:
         """Learn anew: a pass was refused, and what it showed may not hold for others."""
         self.entries.clear()
-        self._probed.clear()
         self._dims.clear()
 
+    def begin_pass(self) -> None:
+        self._passes.append({})
+
     def note(self, place: Place, shapes: Shapes) -> None:
-        """Remember the shapes that the probe saw."""
-        self._probed[place] = shapes
+        """Remember the shapes that the present pass sees."""
+        self._passes[-1][place] = shapes
+
+    def settle(self) -> set[str]:
+        """Compare the two passes. Returns the modules whose operations were not the same in both."""
+        one, other = self._passes
+        self._passes = []
+        unstable = {place.name for place in one.keys() ^ other.keys() if place.side in OPERATION}
+        for place in one.keys() & other.keys():
+            if len(one[place]) == len(other[place]):
+                pairs = zip(one[place], other[place], strict=True)
+                self._dims[place] = tuple(_changed_dim(a, b) for a, b in pairs)
+            elif place.side in OPERATION:
+                unstable.add(place.name)
+            if place.side in OPERATION and NOWHERE in self._dims.get(place, ()):
+                unstable.add(place.name)
+        return unstable
+
+    def drop(self) -> None:
+        """Forget passes that could not be finished."""
+        self._passes = []
+
+    def without_records(self) -> set[str]:
+        """The modules of which some call had no input that carries records."""
+        inputs = {place: dims for place, dims in self._dims.items() if place.side == "input"}
+        return {place.name for place, dims in inputs.items() if all(dim is None for dim in dims)}
+
+    def knows(self, place: Place) -> bool:
+        return place in self._dims or place.first() in self._dims
 
     def dims(self, place: Place, shapes: Shapes, records: int) -> Dims:
         """For each tensor at the place the dimension along which its records lie, None if it carries none."""
-        known = self._dims.get(place)
+        known = self._dims.get(place, self._dims.get(place.first()))
         if known is None or len(known) != len(shapes):
-            probed = self._probed.get(place)
-            if probed is None or len(probed) != len(shapes):
-                return tuple(0 if len(shape) > 0 and shape[0] == records else None for shape in shapes)
-            pairs = zip(shapes, probed, strict=True)
-            known = self._dims[place] = tuple(_changed_dim(place, now, then, records) for now, then in pairs)
+            return tuple(0 if len(shape) > 0 and shape[0] == records else None for shape in shapes)
         for shape, dim in zip(shapes, known, strict=True):
-            if dim is not None and (dim >= len(shape) or shape[dim] != records):
+            if dim is not None and (dim == NOWHERE or dim >= len(shape) or shape[dim] != records):
                 raise _rows_are_not_records(place, shape, records)
         return known
 
 
-def _changed_dim(place: Place, now: torch.Size, then: torch.Size, records: int) -> int | None:
-    """The one dimension in which a tensor's shape differs between two passes of different numbers of records."""
-    if now == then:
+def _changed_dim(one: torch.Size, other: torch.Size) -> int | None:
+    """The one dimension in which a tensor's shape differs between two passes; NOWHERE if it is not a single one."""
+    if one == other:
         return None
-    if len(now) == len(then):
-        changed = [dim for dim in range(len(now)) if now[dim] != then[dim]]
-        if len(changed) == 1 and now[changed[0]] == records:
-            return changed[0]
-    raise _rows_are_not_records(place, now, records)
+    changed = [dim for dim, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
+    return changed[0] if len(one) == len(other) and len(changed) == 1 else NOWHERE
+
+
+def telling_sizes(values: Any, module: nn.Module, records: int) -> tuple[int, int]:
+    """Two small numbers of records that are no other size around: not in the inputs, not of a parameter."""
+    shapes = [shape[1:] if shape[:1] == (records,) else shape for shape in shapes_of(values)]
+    taken = {size for shape in shapes for size in shape}
+    taken |= {size for parameter in module.parameters() for size in parameter.shape}
+    free = (number for number in count(2) if number not in taken)
+    return next(free), next(free)
 
 
 def _rows_are_not_records(place: Place, shape: torch.Size, records: int) -> UnsupportedModule:
     return UnsupportedModule(
         f"module {place.name!r} has an {place.side} of shape {written(shape, records)}, and its rows are not the records "
-        "of a batch of B. clipless needs a dimension of their own for the records: do not flatten them together with positions, "
-        "and use other data under torch.no_grad()."
+        "of a batch of B. clipless needs a dimension of their own for the records: do not flatten them together with "
+        "positions, and use other data under torch.no_grad()."
     )
 
 
@@ -100,18 +141,6 @@ def resized(values: Any, records: int, target: int) -> Any:
         return leaf[torch.arange(target, device=leaf.device) % records]
 
     return pytree.tree_map(resize, values)
-
-
-def probe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], records: int) -> bool:
-    """Run the module on another number of records; False if it cannot. The tape's hooks note the shapes."""
-    target = 3 if records == 2 else 2
-    args, kwargs = resized((args, kwargs), records, target)
-    with torch.no_grad(), random_state_kept(module):
-        try:
-            module(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-            return False
-    return True
 
 
 @contextmanager

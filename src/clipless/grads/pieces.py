@@ -3,7 +3,7 @@
 Index legend: b record, t position, i in, o out, v row of a table.
 """
 
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Protocol
 
 import torch
@@ -32,7 +32,7 @@ class Piece(Protocol):
 
 def sq_norm(rows: Tensor) -> Tensor:
     """Squared length of each row of a buffer, [b]; `vector_norm` is much faster than a sum of squares."""
-    return torch.linalg.vector_norm(rows.flatten(1), dim=1).square()
+    return torch.linalg.vector_norm(rows.reshape(len(rows), -1), dim=1).square()
 
 
 def kept(rows: Tensor, mask: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Instantiated:
         return sq_norm(self.grads)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
-        flat = self.grads.flatten(1)
+        flat = self.grads.reshape(len(self.grads), -1)
         return (factors.to(flat.dtype) @ flat).view(self.grads.shape[1:])
 
     def per_record(self) -> Tensor:
@@ -137,17 +137,59 @@ class Scattered:
         return Scattered(self.indices, kept(self.grads, mask), self.rows)
 
 
+class Tied:
+    """One table [v,d] used both by rows, as an embedding, and as a matrix, as an output head: g_b is the sum of both.
+
+    The cross term needs no table per record: Σ_ts δ_s[i_t]·(a_s·g_t), δ the gradient of the head's output.
+    """
+
+    def __init__(self, rows: Scattered, matrix: OuterProducts) -> None:
+        self.rows, self.matrix = rows, matrix
+
+    @cached_property
+    def sq_norms(self) -> Tensor:
+        rows, matrix = self.rows, self.matrix
+        index = rows.indices.unsqueeze(1).expand(-1, matrix.grads.shape[1], -1)  # [b,s,t]
+        cross = matrix.grads.gather(2, index) * (matrix.acts @ rows.grads.mT)
+        apart = rows.sq_norms + matrix.sq_norms
+        total = apart + 2 * cross.sum((1, 2))
+        unsure = ~(total * CANCELLATION >= apart)
+        for record in unsure.nonzero().flatten().tolist():
+            total[record] = sq_norm(self._one(record))[0]
+        return total
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        return self.rows.weighted_sum(factors) + self.matrix.weighted_sum(factors)
+
+    def per_record(self) -> Tensor:
+        return self.rows.per_record() + self.matrix.per_record()
+
+    def keep(self, mask: Tensor) -> "Tied":
+        return Tied(self.rows.keep(mask), self.matrix.keep(mask))
+
+    def _one(self, record: int) -> Tensor:
+        only = slice(record, record + 1)
+        rows = Scattered(self.rows.indices[only], self.rows.grads[only], self.rows.rows)
+        return rows.per_record() + OuterProducts(self.matrix.acts[only], self.matrix.grads[only]).per_record()
+
+
 def combine(uses: list[Piece]) -> Piece:
-    """One piece for a parameter that was used several times: its gradient is the sum over the uses."""
-    first, *rest = uses
-    if not rest:
-        return first
-    if all(isinstance(use, OuterProducts) for use in uses):
-        return OuterProducts(torch.cat([u.acts for u in uses], 1), torch.cat([u.grads for u in uses], 1))  # type: ignore[attr-defined]
-    if all(isinstance(use, Scattered) for use in uses):
-        indices = torch.cat([u.indices for u in uses], 1)  # type: ignore[attr-defined]
-        return Scattered(indices, torch.cat([u.grads for u in uses], 1), first.rows)  # type: ignore[attr-defined]
-    total = first.per_record()
-    for use in rest:
-        total = total + use.per_record()
-    return Instantiated(total)
+    """One piece for a parameter that was used several times: its gradient is the sum over the uses.
+
+    Uses of one kind are one longer sequence of positions; both kinds of use of a table are `Tied`; anything else is
+    written out.
+    """
+    if len(uses) == 1:
+        return uses[0]
+    matrices = [use for use in uses if isinstance(use, OuterProducts)]
+    tables = [use for use in uses if isinstance(use, Scattered)]
+    if len(matrices) + len(tables) < len(uses):
+        return Instantiated(reduce(torch.add, (use.per_record() for use in uses)))
+    joined: list[Piece] = []
+    if tables:
+        indices, grads = (torch.cat([getattr(t, name) for t in tables], 1) for name in ("indices", "grads"))
+        joined.append(Scattered(indices, grads, tables[0].rows))
+    if matrices:
+        acts, grads = (torch.cat([getattr(m, name) for m in matrices], 1) for name in ("acts", "grads"))
+        joined.append(OuterProducts(acts, grads))
+    return Tied(*joined) if len(joined) == 2 else joined[0]  # type: ignore[arg-type]

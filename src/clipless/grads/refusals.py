@@ -1,5 +1,8 @@
 """What cannot be bounded per record and is refused by name: modules that mix records or learn from them in secret."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -8,29 +11,66 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from clipless.errors import UnsupportedModule
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """A kind of module that is refused: which, in what state, why, and what to do instead."""
+
+    what: str
+    applies: Callable[[nn.Module], bool]
+    why: str
+    remedy: str
+
+
+def _mixes_the_batch(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def _tracks_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _InstanceNorm) and module.training and module.track_running_stats
+
+
+def _rescales_rows(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+
+
+def _divides_by_counts(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq
+
+
+REFUSALS = (
+    Refusal(
+        "BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm in training mode or without running statistics",
+        _mixes_the_batch,
+        "mixes records, so no per-record bound exists",
+        "Replace it with GroupNorm (clipless.replace_batchnorm(model)) or put it in eval mode (with running statistics) "
+        "and keep it there: model.train() turns it on again",
+    ),
+    Refusal(
+        "InstanceNorm1d, InstanceNorm2d, InstanceNorm3d with running statistics in training mode",
+        _tracks_statistics,
+        "keeps running statistics of the training records, which no noise protects",
+        "Build it with track_running_stats=False",
+    ),
+    Refusal(
+        "Embedding, EmbeddingBag with max_norm",
+        _rescales_rows,
+        "has max_norm, which rescales the rows that the records use, without noise",
+        "Build it with max_norm=None",
+    ),
+    Refusal(
+        "Embedding, EmbeddingBag with scale_grad_by_freq",
+        _divides_by_counts,
+        "has scale_grad_by_freq, which divides by counts over the whole batch and so mixes records",
+        "Build it with scale_grad_by_freq=False",
+    ),
+)
+
+
 def refuse_module(module: nn.Module, name: str) -> None:
     """Raise if the module, in its present mode, mixes the records of a batch or keeps statistics of them."""
-    kind = type(module).__name__
-    if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-        raise UnsupportedModule(
-            f"{kind} {name!r} mixes records, so no per-record bound exists. Replace it with GroupNorm, or put it in eval "
-            "mode (with running statistics) and keep it there: model.train() turns it on again."
-        )
-    if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
-        raise UnsupportedModule(
-            f"{kind} {name!r} keeps running statistics of the training records, which no noise protects. Build it with "
-            "track_running_stats=False."
-        )
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-        raise UnsupportedModule(
-            f"{kind} {name!r} has max_norm, which rescales the rows that the records use, without noise. Build it with "
-            "max_norm=None."
-        )
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
-        raise UnsupportedModule(
-            f"{kind} {name!r} has scale_grad_by_freq, which divides by counts over the whole batch and so mixes records. "
-            "Build it with scale_grad_by_freq=False."
-        )
+    for refusal in REFUSALS:
+        if refusal.applies(module):
+            raise UnsupportedModule(f"{type(module).__name__} {name!r} {refusal.why}. {refusal.remedy}.")
 
 
 class BufferGuard:

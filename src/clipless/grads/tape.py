@@ -2,11 +2,12 @@
 
 Around each module with trainable parameters of its own the tape turns `requires_grad` of those parameters off, so that
 autograd computes no weight gradient, and puts an identity, the tap, on the module's output. In the backward pass the tap
-receives the gradient of the output; with the input it remembers, the module's layer rule makes the pieces of it.
+receives the gradient of the output; with the input it remembers, the module's layer rule makes the pieces of it. A module
+without a rule has its parameters replaced by shared tensors while it runs, and the tap is on the operations that these
+meet the records in.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,37 +15,25 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from clipless.errors import CliplessError, Misuse, UnsupportedModule
-from clipless.grads.layout import Dims, Layout, Place, Shapes, probe, random_state, resized, shapes_of, written
-from clipless.grads.pieces import Piece
+from clipless.errors import Misuse, UnsupportedModule
+from clipless.grads.frames import Frame, Part, by_size, holders, put_back, refuse_foreign_rows, shared_input
+from clipless.grads.layout import (
+    Dims,
+    Layout,
+    Place,
+    Shapes,
+    random_state,
+    random_state_kept,
+    resized,
+    shapes_of,
+    telling_sizes,
+)
 from clipless.grads.refusals import BufferGuard, refuse_module
 from clipless.grads.rules import LayerRule, Use, generic, rule_of
 from clipless.grads.rules.generic import differentiable
+from clipless.grads.shared import Crossing, Operations, Shared, root
 from clipless.grads.tap import Call, Hook, Tap, refuse_stray
-
-
-@dataclass
-class Part:
-    """Some records of a logical batch that go through forward and backward together, and what came back for them."""
-
-    records: int
-    uses: dict[str, int] = field(default_factory=dict)
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    begun: bool = False
-    done: bool = False
-
-
-@dataclass
-class Frame:
-    """A module whose forward is running, and which of its parameters the tape has turned off for that time."""
-
-    module: nn.Module
-    place: Place
-    armed: bool
-    turned_off: list[nn.Parameter] = field(default_factory=list)
-    dims: Dims = ()
-    out_dims: Dims = ()
-    random_state: list[Tensor] = field(default_factory=list)
+from clipless.grads.ways import Ways
 
 
 class Tape:
@@ -62,10 +51,14 @@ class Tape:
         self._own = self._owned_parameters(model)
         self._anchor = torch.zeros((), requires_grad=True)
         self._layout = Layout()
+        self._ways = Ways(self._layout, self.rules)
         self._buffers = BufferGuard(model)
         self._frames: list[Frame] = []
         self._calls: dict[str, int] = {}
-        self._probing = self._paused = False
+        self._operation_counts: dict[tuple[str, int], int] = {}
+        self._probed = 0
+        self._paused = False
+        self._operations = Operations(self._locate, self._wrap)
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -95,11 +88,9 @@ class Tape:
         return bool(self._handles) and all(h.id in (h.hooks_dict_ref() or ()) for h in self._handles)
 
     def restore(self) -> None:
-        """Turn on again what an interrupted forward pass has left turned off."""
-        for frame in self._frames:
-            for parameter in frame.turned_off:
-                parameter.requires_grad_(True)
-        self._frames.clear()
+        """Put back what an interrupted forward pass has left turned off or replaced."""
+        while self._frames:
+            put_back(self._frames.pop())
 
     def open(self, part: Part | None) -> None:
         """From now on forward passes belong to this part; whatever an earlier one left unfinished is dropped."""
@@ -110,29 +101,34 @@ class Tape:
         """For each module its own trainable parameters: local name -> name in the model, the first one if shared."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         owned = {}
-        for module, module_name in self._names.items():
+        for module in self._names:
             own = {local: names[id(p)] for local, p in module.named_parameters(recurse=False) if id(p) in names}
             if own:
                 owned[module] = own
+        for module, module_name in self._names.items():
+            if any(holder in owned for holder in holders(module)):
                 self.rules[module_name] = rule_of(module) or generic
         return owned
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused:
             return None
-        if self._probing:
-            self._frames.append(Frame(module, self._place(module), armed=False))
+        if self._probed:
+            self._frames.append(Frame(module, self._place(self._names[module]), armed=False))
             self._layout.note(self._frames[-1].place, shapes_of((args, kwargs)))
+            if self._names[module] in self._ways.by_operation:
+                self._share(self._frames[-1])
             return None
         if self._frames and self._frames[0].module is module:
             self.restore()  # an earlier pass was interrupted where torch calls no hooks
         refuse_module(module, self._names[module])
         armed = torch.is_grad_enabled()
-        entry = armed and not any(frame.armed for frame in self._frames)
+        recomputing = torch._C._current_graph_task_id() != -1
+        entry = armed and not recomputing and not any(frame.armed for frame in self._frames)
         changed = None
         if entry and self.part is not None:
             changed = args, kwargs = self._begin_forward(module, args, kwargs, self.part.records)
-        frame = Frame(module, self._place(module), armed)
+        frame = Frame(module, self._place(self._names[module]), armed)
         self._frames.append(frame)
         if armed:
             self._arm(frame, args, kwargs)
@@ -140,24 +136,37 @@ class Tape:
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, records: int) -> tuple[Any, Any]:
         """At the outermost module: learn the layout once, and give an empty batch a row that no sum will ever see."""
-        _refuse_foreign_rows((args, kwargs), records)
+        refuse_foreign_rows((args, kwargs), records)
         self._buffers.remember()
-        name = self._names[module]
         if records == 0:
             args, kwargs = resized((args, kwargs), 0, 1)
-        elif name not in self._layout.entries:
-            self._layout.entries.add(name)
-            self._calls, self._probing, depth = {}, True, len(self._frames)
-            try:
-                probe(module, args, kwargs, records)
-            finally:
-                self._probing = False
-                del self._frames[depth:]
+        elif self._names[module] not in self._layout.entries:
+            self._layout.entries.add(self._names[module])
+            sizes = telling_sizes((args, kwargs), module, records)
+            self._ways.learn(lambda size: self._probe(module, args, kwargs, records, size), sizes)
             self._buffers.refuse_changes()
-        self._calls = {}
+        self._calls, self._operation_counts = {}, {}
         return args, kwargs
 
+    def _probe(self, module: nn.Module, args: Any, kwargs: Any, records: int, size: int) -> None:
+        """One pass with another number of records, of which the hooks note the shapes and nothing is kept."""
+        some_args, some_kwargs = resized((args, kwargs), records, size)
+        depth, self._calls, self._operation_counts, self._probed = len(self._frames), {}, {}, size
+        self._layout.begin_pass()
+        try:
+            with random_state_kept(module):
+                module(*some_args, **some_kwargs)
+        finally:
+            self._probed = 0
+            for frame in self._frames[depth:]:
+                put_back(frame)
+            del self._frames[depth:]
+
     def _arm(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        open_part = self.part is not None and self.part.records > 0
+        if open_part and frame.place.name in self._ways.by_operation:
+            self._share(frame)
+            return
         own = self._own.get(frame.module)
         if own is None:
             return
@@ -171,12 +180,53 @@ class Tape:
                 parameter.requires_grad_(False)
                 frame.turned_off.append(parameter)
 
+    def _share(self, frame: Frame) -> None:
+        """Replace the module's parameters, and those in its lists of parameters, by shared tensors while it runs."""
+        for holder in holders(frame.module):
+            for local, name in self._own.get(holder, {}).items():
+                parameter = self.parameters[name]
+                if isinstance(holder._parameters[local], Shared) or not parameter.requires_grad:
+                    continue
+                holder._parameters[local] = root(name, frame.place.name, parameter, self._operations)  # type: ignore[assignment]
+                frame.swapped.append((holder, local, parameter))
+
+    def _locate(self, owner: str, operands: list[Any], results: list[Tensor]) -> tuple[Dims, Dims]:
+        """Where the records lie in the operands, tensors and sizes, and in the results of an operation."""
+        call = self._calls.get(owner, 0)
+        self._operation_counts[owner, call] = self._operation_counts.get((owner, call), 0) + 1
+        place = Place(owner, call, "operand", self._operation_counts[owner, call])
+        shapes = tuple(x.shape if isinstance(x, Tensor) else torch.Size([max(x, 0)]) for x in operands)
+        places = {place: shapes, place._replace(side="result"): tuple(result.shape for result in results)}
+        if self._probed:
+            for where, what in places.items():
+                self._layout.note(where, what)
+            found = [by_size(what, self._probed) for what in places.values()]
+        elif self.part is None or not all(map(self._layout.knows, places)):
+            raise UnsupportedModule(
+                f"module {owner!r} handed out a tensor computed from its parameters alone, and it met the records outside "
+                "the model's forward. Use it inside, and return one row per record."
+            )
+        else:
+            found = [self._layout.dims(where, what, self.part.records) for where, what in places.items()]
+        return found[0], found[1]
+
+    def _wrap(self, crossing: Crossing, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        if self._probed:
+            return tuple(outputs)
+        crossing.part, crossing.receive = self.part, self._receive_crossing
+        return Tap.apply(self._anchor, crossing, *outputs)  # type: ignore[no-untyped-call]
+
+    def _receive_crossing(self, crossing: Crossing, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        part = self._current(crossing)
+        for name, piece in crossing.pieces(tensors, grads):
+            part.pieces.setdefault(name, []).append(piece)
+
     def _placed(self, place: Place, shapes: Shapes, records: int, enough: Callable[[Iterable[bool]], bool]) -> Dims:
         """Where the records lie in each of the tensors; refused if that is not enough to tell records apart."""
         try:
             dims = self._layout.dims(place, shapes, records)
             if not enough(dim is not None for dim in dims):
-                raise _shared(place, shapes, records)
+                raise shared_input(place, shapes, records)
         except UnsupportedModule:
             self._layout.forget()
             raise
@@ -186,11 +236,10 @@ class Tape:
         if self._paused or not self._frames or self._frames[-1].module is not module:
             return None
         frame = self._frames.pop()
-        if self._probing:
+        put_back(frame)
+        if self._probed:
             self._layout.note(frame.place._replace(side="output"), shapes_of(differentiable(output)))
             return None
-        for parameter in frame.turned_off:
-            parameter.requires_grad_(True)
         if not frame.armed or output is None:
             return None
         if frame.turned_off:
@@ -238,9 +287,6 @@ class Tape:
     def _receive(self, call: Call, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """A tap's gradient has arrived: make the pieces of it."""
         part = self._current(call)
-        if not part.begun:
-            part.begun = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
         if part.records == 0:
             return
         args, kwargs = call.rebuild(tensors)
@@ -252,11 +298,17 @@ class Tape:
         finally:
             self._paused = False
         for local, name in call.wanted.items():
+            if local not in pieces:
+                raise UnsupportedModule(
+                    f"parameter {name!r} of {call.name!r} is not one that {type(call.module).__name__} computes with "
+                    "itself. For weight norm and the like use torch.nn.utils.parametrizations."
+                )
             part.pieces.setdefault(name, []).append(pieces[local])
             if part.uses[name] == 1:
                 pieces[local].sq_norms  # noqa: B018  now, while the buffers are in the cache
 
-    def _current(self, call: Call) -> Part:
+    def _current(self, call: Call | Crossing) -> Part:
+        """The open part, if that is where the gradient comes from; its completion is noted when the first one arrives."""
         if torch.is_grad_enabled():
             raise Misuse(
                 "backward(create_graph=True) is not supported: gradients of gradients have no bound per record."
@@ -273,6 +325,9 @@ class Tape:
                 "a second backward() on the same records: their gradients would be clipped apart and count twice. Add "
                 "the losses and call backward() once, or split the batch with private.loader.microbatches(n)."
             )
+        if not part.begun:
+            part.begun = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
         return part
 
     def _complete(self) -> None:
@@ -283,27 +338,6 @@ class Tape:
         self._on_complete(part)
         part.pieces.clear()
 
-    def _place(self, module: nn.Module) -> Place:
-        name = self._names[module]
+    def _place(self, name: str) -> Place:
         self._calls[name] = self._calls.get(name, 0) + 1
         return Place(name, self._calls[name])
-
-
-def _refuse_foreign_rows(inputs: Any, records: int) -> None:
-    shapes = shapes_of(inputs)
-    if shapes and not any(records in shape for shape in shapes):
-        raise Misuse(
-            "the model's rows are not the batch's records: no input has one row for each. Give it what private.loader "
-            "handed out, as it is; split a batch with private.loader.microbatches(n), and use other data under "
-            "torch.no_grad()."
-        )
-
-
-def _shared(place: Place, shapes: Shapes, records: int) -> CliplessError:
-    got = ", ".join(written(shape, records) for shape in shapes) or "no tensor"
-    return UnsupportedModule(
-        f"module {place.name!r} has {got} as {place.side} for a batch of B records: its rows are not the records, so their "
-        "gradients cannot be told apart. Give it one row per record, in the first dimension (for positions: "
-        "positions.expand(len(x), -1)); split a batch with private.loader.microbatches(n), and use other data under "
-        "torch.no_grad()."
-    )

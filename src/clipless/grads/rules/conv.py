@@ -11,13 +11,14 @@ from clipless.grads.pieces import Instantiated, OuterProducts, Piece, kept, scal
 from clipless.grads.rules.use import Use, at_least_float32, register
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def conv(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     module = use.module
     assert isinstance(module, Conv)
-    acts = use.input
+    acts = use.batched(rank=2 + len(module.kernel_size))
     grad = at_least_float32(grads[0]).to(acts.dtype)
     pieces: dict[str, Piece] = {}
     if "weight" in use.wanted:
@@ -41,9 +42,12 @@ def padded(module: Conv, acts: Tensor) -> tuple[Tensor, list[int]]:
 
 
 class Correlation:
-    """A convolution's weight gradient, g_b = the correlation of record b's input with its output's gradient."""
+    """A convolution's weight gradient, g_b = the correlation of record b's input with its output's gradient.
 
-    def __init__(self, module: Conv, acts: Tensor, grads: Tensor, padding: list[int]) -> None:
+    A transposed convolution gives them in each other's place.
+    """
+
+    def __init__(self, module: Conv | ConvTranspose, acts: Tensor, grads: Tensor, padding: list[int]) -> None:
         self.module, self.acts, self.grads, self.padding = module, acts, grads, padding  # [b,c,*s] [b,o,*t]
 
     @cached_property
@@ -74,7 +78,7 @@ class Correlation:
 
     def _patches(self) -> Tensor:
         module = self.module
-        assert isinstance(module, nn.Conv2d)
+        assert isinstance(module, nn.Conv2d | nn.ConvTranspose2d)
         columns = F.unfold(self.acts, module.kernel_size, module.dilation, tuple(self.padding), module.stride)
         return columns.mT  # [b,t,i]
 

@@ -1,5 +1,6 @@
 """The rule for any other module: differentiate it again, one record at a time, all records at once by vmap."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,9 @@ def _each_record(
 ) -> dict[str, Tensor]:
     in_dims = (None, list(use.dims), tuple(0 for _ in grads))
     try:
-        return vmap(gradient, in_dims=in_dims)(parameters, tensors, grads)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            return vmap(gradient, in_dims=in_dims)(parameters, tensors, grads)
     except RuntimeError:
         rows = []
         for b in range(use.records):

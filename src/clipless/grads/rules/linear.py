@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from clipless.grads.pieces import Instantiated, OuterProducts, Piece
-from clipless.grads.rules.use import Use, at_least_float32, register
+from clipless.grads.rules.use import Use, at_least_float32, register, register_named
 
 
 @register(nn.Linear)
@@ -13,6 +13,19 @@ def linear(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     pieces: dict[str, Piece] = {}
     if "weight" in use.wanted:
         pieces["weight"] = OuterProducts(acts, grad)
+    if "bias" in use.wanted:
+        pieces["bias"] = Instantiated(grad.sum(1))
+    return pieces
+
+
+@register_named("transformers.pytorch_utils.Conv1D")
+def linear_transposed(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
+    """The linear layer of GPT-2, which keeps its weight as [i,o]."""
+    acts = positions(use.input)  # [b,t,i]
+    grad = positions(at_least_float32(grads[0])).to(acts.dtype)  # [b,t,o]
+    pieces: dict[str, Piece] = {}
+    if "weight" in use.wanted:
+        pieces["weight"] = OuterProducts(grad, acts)
     if "bias" in use.wanted:
         pieces["bias"] = Instantiated(grad.sum(1))
     return pieces

@@ -20,7 +20,32 @@ def layer_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
 def group_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     module = use.module
     assert isinstance(module, nn.GroupNorm)
-    normalised = F.group_norm(use.input, module.num_groups, eps=module.eps)
+    normalised = F.group_norm(use.batched(), module.num_groups, eps=module.eps)
+    return _affine(use, normalised, grads[0], dims=range(2, normalised.dim()))
+
+
+@register(nn.RMSNorm)
+def rms_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
+    module = use.module
+    assert isinstance(module, nn.RMSNorm)
+    normalised = F.rms_norm(use.input, list(module.normalized_shape), eps=module.eps)
+    trailing = len(module.normalized_shape)
+    return _affine(use, normalised, grads[0], dims=range(1, normalised.dim() - trailing))
+
+
+@register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+def instance_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
+    """In eval mode also with running statistics; in training these are refused beforehand."""
+    module = use.module
+    assert isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
+    acts = use.batched(rank=1 + module._get_no_batch_dim())
+    if module.training or not module.track_running_stats:
+        normalised = F.instance_norm(acts, eps=module.eps)
+    else:
+        assert module.running_mean is not None
+        assert module.running_var is not None
+        mean, var = module.running_mean.to(acts.dtype), module.running_var.to(acts.dtype)
+        normalised = F.instance_norm(acts, mean, var, use_input_stats=False, eps=module.eps)
     return _affine(use, normalised, grads[0], dims=range(2, normalised.dim()))
 
 

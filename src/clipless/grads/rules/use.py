@@ -1,5 +1,6 @@
 """What a layer rule is given, and the registry that finds the rule of a module."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from clipless.errors import UnsupportedModule
 from clipless.grads.layout import Dims
 from clipless.grads.pieces import Piece
 
@@ -40,10 +42,34 @@ class Use:
         """The first of them."""
         return self.inputs[0]
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `forward` was called with, by the names of its arguments, the tensors as in `inputs`."""
+        tensors = iter(self.inputs)
+        args, kwargs = pytree.tree_map(
+            lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, (self.args, dict(self.kwargs))
+        )
+        return inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
+
+    def batched(self, rank: int = 0) -> Tensor:
+        """The input of a layer that takes dimension 0 for the batch and computes across the others.
+
+        Refused if the records lie along another dimension, where the layer would mix them, or if the input has fewer
+        than `rank` dimensions, so that the layer takes it for a single record.
+        """
+        if self.dims[0] != 0 or self.input.dim() < rank:
+            raise UnsupportedModule(
+                f"{self.module} does not take the dimension along which the records lie for the batch, so their "
+                "gradients cannot be told apart. Give it the records in the first dimension and all other dimensions "
+                "of its input."
+            )
+        return self.input
+
 
 LayerRule = Callable[[Use, tuple[Tensor, ...]], dict[str, Piece]]
 
 REGISTRY: dict[type[nn.Module], LayerRule] = {}
+NAMED: dict[str, LayerRule] = {}
 
 
 def register(*kinds: type[nn.Module]) -> Callable[[LayerRule], LayerRule]:
@@ -57,10 +83,23 @@ def register(*kinds: type[nn.Module]) -> Callable[[LayerRule], LayerRule]:
     return enter
 
 
+def register_named(*kinds: str) -> Callable[[LayerRule], LayerRule]:
+    """As `register`, for classes of packages that clipless does not import: "package.module.Class"."""
+
+    def enter(rule: LayerRule) -> LayerRule:
+        NAMED.update(dict.fromkeys(kinds, rule))
+        return rule
+
+    return enter
+
+
 def rule_of(module: nn.Module) -> LayerRule | None:
     """The rule registered for the module's class, or for the class it inherits its whole computation from."""
-    for kind, rule in REGISTRY.items():
-        if isinstance(module, kind) and _same_computation(type(module), kind) and not parametrized(module):
+    if parametrized(module):
+        return None
+    for kind in type(module).__mro__:
+        rule = REGISTRY.get(kind) or NAMED.get(f"{kind.__module__}.{kind.__qualname__}")
+        if rule is not None and _same_computation(module, kind):
             return rule
     return None
 
@@ -75,6 +114,8 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _same_computation(cls: type[nn.Module], kind: type[nn.Module]) -> bool:
-    inherited = ("forward", "_conv_forward")
-    return all(getattr(cls, name, None) is getattr(kind, name, None) for name in inherited)
+def _same_computation(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the module computes what the class does: nothing was overridden in a subclass or on the object itself."""
+    inherited = ("forward", "_conv_forward", "_apply_instance_norm")
+    cls = type(module)
+    return all(name not in vars(module) and getattr(cls, name, None) is getattr(kind, name, None) for name in inherited)

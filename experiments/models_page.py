@@ -1,0 +1,257 @@
+"""Writes docs/models.md from the registry of rules, the list of refusals and models that are run: `make models-page`."""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+import clipless
+from clipless.grads.refusals import REFUSALS
+from clipless.grads.rules import generic
+from clipless.grads.rules.use import NAMED, REGISTRY, LayerRule
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+RECORDS, POSITIONS, WIDTH, CLASSES = 5, 3, 4, 3
+
+
+class Body(nn.Module):
+    """Something between [b,t,d] and the logits, with a parameter that is in no layer."""
+
+    def __init__(self, shape: tuple[int, ...] = (WIDTH,)) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.rand(shape))
+        self.head = nn.LazyLinear(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).flatten(1))
+
+    def body(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Scale(Body):
+    def body(self, x: Tensor) -> Tensor:
+        return x * self.own
+
+
+class ClassToken(Body):
+    def body(self, x: Tensor) -> Tensor:
+        return torch.cat([self.own.expand(len(x), 1, WIDTH), x], 1)
+
+
+class Positions(Body):
+    def __init__(self) -> None:
+        super().__init__((1, POSITIONS, WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.own
+
+
+class LowRank(Body):
+    def __init__(self) -> None:
+        super().__init__((WIDTH, 2))
+        self.up = nn.Parameter(torch.rand(2, WIDTH))
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.own @ self.up
+
+
+class Branching(Body):
+    def body(self, x: Tensor) -> Tensor:
+        return torch.stack([row * self.own if float(row.sum()) > 0 else row - self.own for row in x])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(WIDTH, 2, batch_first=True), nn.LazyLinear(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0].flatten(1))
+
+
+def headed(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(CLASSES))
+
+
+FALLBACKS: dict[str, Callable[[], nn.Module]] = {
+    "A scale or gate: a parameter that multiplies the records": Scale,
+    "A class token": ClassToken,
+    "Learned positions": Positions,
+    "LoRA factors beside a frozen layer": LowRank,
+    "A forward that branches on the data": Branching,
+    "A parametrised layer (`weight_norm`)": lambda: headed(weight_norm(nn.Linear(WIDTH, WIDTH))),
+    "`MultiheadAttention`": Attention,
+    "`TransformerEncoderLayer`": lambda: headed(nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)),
+}
+
+
+class Borrowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(POSITIONS * WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.body(x.flatten(1)), self.head.weight)
+
+
+class Tracking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(POSITIONS * WIDTH, CLASSES)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(), 0.1)
+        return self.head(x.flatten(1))
+
+
+class Merged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.LazyLinear(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x.flatten(0, 1)).view_as(x).flatten(1))
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(POSITIONS * WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.head(x.flatten(1))
+        return out - out.mean(0)
+
+
+FOUND_OUT: dict[str, Callable[[], nn.Module]] = {
+    "A parameter that is used outside its module's forward": Borrowed,
+    "A buffer that learns from the records": Tracking,
+    "`spectral_norm`, which changes its buffers at every forward pass": lambda: headed(
+        spectral_norm(nn.Linear(WIDTH, WIDTH))
+    ),
+    "Records that are flattened together with positions": Merged,
+    "A model or a loss in which records meet (found by `clipless.check`)": Centred,
+}
+
+
+def page() -> str:
+    """The whole page, as it should be in docs/models.md."""
+    return "\n".join(
+        [
+            "# Which models are covered",
+            "",
+            "Any `nn.Module`, as it is, or a refusal that says what to do. This page is written by `make models-page` from",
+            "the registry of rules, the list of refusals and models that are run, and a test fails when it is out of date.",
+            "`clipless.check(model, loss_fn, batch)` and `clipless check --model package.module:factory` say the same of a",
+            "model of your own, parameter by parameter.",
+            "",
+            "## Exact, by a rule of their own",
+            "",
+            "Per-record norms and the clipped sum come from the layer's input and the gradient of its output. A subclass",
+            "that keeps the `forward` of its class is covered by the same rule. Models of these layers may tie weights, use",
+            "a layer several times, freeze parameters or leave them unused.",
+            "",
+            *table(("Layers", "Rule", "Notes"), exact()),
+            "",
+            "## Exact, by a fallback",
+            "",
+            "Slower than a rule where gradients per record are written out. The models in the table were compared with the",
+            "loop over single records when the page was written.",
+            "",
+            "- **by operation**: a parameter that is in no known layer is followed to the operations in which it meets the",
+            "  records, and these are differentiated record by record.",
+            f"- **generic**: the module is run again, one record at a time. {note(generic)}",
+            "",
+            *table(("Model", "Parameters and how they are handled"), fallbacks()),
+            "",
+            "## Refused, by the kind of module",
+            "",
+            *table(("Module", "Why", "Remedy"), refused()),
+            "",
+            "## Refused, when it is found out",
+            "",
+            *table(("What", "Message"), found_out()),
+            "",
+        ]
+    )
+
+
+def exact() -> list[tuple[str, ...]]:
+    """One row per rule, in the order of registration."""
+    layers: dict[LayerRule, list[str]] = {}
+    for kind, rule in REGISTRY.items():
+        layers.setdefault(rule, []).append(f"`{kind.__name__}`")
+    for path, rule in NAMED.items():
+        layers.setdefault(rule, []).append(f"`{path}`")
+    rows = [(", ".join(names), rule.__name__.replace("_", " "), note(rule)) for rule, names in layers.items()]
+    return sorted(rows, key=lambda row: row[0].lower())
+
+
+def note(rule: LayerRule) -> str:
+    """The first paragraph that was written about a rule, or else about the file it is in."""
+    text = inspect.getdoc(rule) or inspect.getdoc(sys.modules[rule.__module__]) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def fallbacks() -> list[tuple[str, str]]:
+    """How the parameters of each model are handled, which is checked against the oracle here and now."""
+    rows = []
+    for what, make in FALLBACKS.items():
+        report = clipless.check(built(make), losses, batch())
+        report.raise_if_unsound()
+        how: dict[str, list[str]] = {}
+        for row in report.handling:
+            how.setdefault(row.how, []).append(f"`{row.parameter}`")
+        rows.append((what, "; ".join(f"{key}: {', '.join(names)}" for key, names in how.items())))
+    return rows
+
+
+def refused() -> list[tuple[str, str, str]]:
+    return [(r.what, f"It {r.why}.", f"{r.remedy}.") for r in REFUSALS]
+
+
+def found_out() -> list[tuple[str, str]]:
+    """The message that a user sees for each of the models; measured numbers are left out."""
+    rows = []
+    for what, make in FOUND_OUT.items():
+        report = clipless.check(built(make), losses, batch())
+        if report.sound:
+            raise AssertionError(f"{what}: expected a refusal.")
+        rows.append((what, re.sub(r"(?<=by )[\d.]+(e[+-]\d+)?", "…", report.problems[0])))
+    return rows
+
+
+def built(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        model(batch()[0])
+    return model.train()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(RECORDS, POSITIONS, WIDTH, generator=generator)
+    return x, torch.randint(CLASSES, (RECORDS,), generator=generator)
+
+
+def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

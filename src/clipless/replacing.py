@@ -1,0 +1,103 @@
+"""Models with BatchNorm, which no private training can use, as models with GroupNorm, which it can."""
+
+import copy
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from clipless.errors import InvalidArgument, InvalidType, UnsupportedModule
+
+MOST_GROUPS = 32
+FEWEST_CHANNELS = 16
+
+
+@dataclass(frozen=True)
+class Change:
+    """One module that was replaced: its name in the model, what it was and what it is."""
+
+    name: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.before} -> {self.after}"
+
+
+class Replaced(NamedTuple):
+    """The new model, and what was done to it; `print(replaced)` shows the list."""
+
+    model: nn.Module
+    changes: tuple[Change, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.changes)) or "nothing to replace: the model has no BatchNorm."
+
+
+def replace_batchnorm(model: nn.Module) -> Replaced:
+    """A copy of the model in which GroupNorm stands where BatchNorm (1d, 2d, 3d, Sync) stood, and the list of changes.
+
+    Equivalent means: the same inputs and outputs in shape, and the same parameters under the same names, with values,
+    devices, types and `requires_grad` as they were. It does not mean the same function: GroupNorm normalises each record
+    by itself, in training and in evaluation alike, and the running statistics are gone. Weights that were trained with
+    BatchNorm need training again.
+
+    Groups have at least 16 channels, so that a record without positions still has something to be normalised by, and
+    there are at most 32 of them; channels that do not divide that way form one group. A module used in several places
+    stays one module. The model that was given is left alone; an optimizer for the new one is made after the call.
+
+    >>> model, changes = replace_batchnorm(nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU()))
+    >>> print(*changes, sep="\\n")
+    1: BatchNorm2d(64) -> GroupNorm(4, 64)
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidType(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            _refuse(module, name or "(model)")
+    model = copy.deepcopy(model)
+    places = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, _BatchNorm)]
+    new = {module: _group_norm(module) for _, module in places}
+    for name, module in places:
+        parent, _, own_name = name.rpartition(".")
+        if name:
+            model.get_submodule(parent).register_module(own_name, new[module])
+    changes = tuple(Change(name or "(model)", _written(module), _written(new[module])) for name, module in places)
+    return Replaced(new[model] if isinstance(model, _BatchNorm) else model, changes)
+
+
+def groups_for(channels: int) -> int:
+    """The largest number of equal groups, at most 32, that leaves each at least 16 channels; 1 if there is none.
+
+    >>> [groups_for(channels) for channels in (8, 37, 64, 96, 512, 2048)]
+    [1, 1, 4, 6, 32, 32]
+    """
+    most = max(1, min(MOST_GROUPS, channels // FEWEST_CHANNELS))
+    return max(groups for groups in range(1, most + 1) if channels % groups == 0)
+
+
+def _group_norm(module: _BatchNorm) -> nn.GroupNorm:
+    """GroupNorm with the very parameters of the BatchNorm, so that ties and flags stay as they are."""
+    norm = nn.GroupNorm(groups_for(module.num_features), module.num_features, module.eps, affine=False)
+    norm.affine = module.affine
+    norm.register_parameter("weight", module.weight)
+    norm.register_parameter("bias", module.bias)
+    return norm.train(module.training)
+
+
+def _refuse(module: _BatchNorm, name: str) -> None:
+    kind = type(module)
+    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+        raise InvalidArgument(f"{kind.__name__} {name!r} has no shape yet: run the model on one example first.")
+    if kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        raise UnsupportedModule(
+            f"{kind.__name__} {name!r} is a BatchNorm with a forward of its own, which GroupNorm would lose. Replace it "
+            "by hand with a module that does the rest of its work."
+        )
+
+
+def _written(module: nn.Module) -> str:
+    sizes = [module.num_groups, module.num_channels] if isinstance(module, nn.GroupNorm) else [module.num_features]
+    return f"{type(module).__name__}({', '.join(map(str, sizes))})"

@@ -1,0 +1,296 @@
+"""Parameters outside any known layer, against the oracle: tokens, positions, scales, attention, parametrisations."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+
+import clipless
+from clipless import oracle
+from clipless.preflight import relative_error
+from problems import losses
+
+T, D = 4, 6
+
+
+class Head(nn.Module):
+    """Mean over the positions of what `body` makes of x [b,t,d], then a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(D, 3)
+
+    def body(self, x: Tensor) -> Tensor:
+        raise AssertionError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh().mean(1))
+
+
+class Token(Head):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place = nn.Parameter(torch.randn(1, 1, D)), nn.Parameter(torch.randn(1, T + 1, D))
+        self.inner = nn.Linear(D, D)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+        return self.inner(x + self.place)
+
+
+class RepeatedToken(Token):
+    def body(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.repeat(len(x), 1, 1), x], 1)
+        return self.inner(x + self.place[:, : x.shape[1]])
+
+
+class DroppedToken(Token):
+    def body(self, x: Tensor) -> Tensor:
+        return F.dropout(super().body(x), 0.0)
+
+
+class Positions(Head):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(9, D), nn.LayerNorm(D)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.arange(x.shape[1]))
+
+
+class NormedPositions(Positions):
+    def body(self, x: Tensor) -> Tensor:
+        return x * self.norm(self.table(torch.arange(x.shape[1]).unsqueeze(0)))
+
+
+class BothWays(Positions):
+    """One table for positions, without records, and for tokens, with them."""
+
+    def body(self, x: Tensor) -> Tensor:
+        tokens = (x.sum(2) * 3).long() % 9
+        return x * self.table(tokens) + self.table(torch.arange(x.shape[1]))
+
+
+class Bias(Head):
+    """A bias on attention scores by distance, added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distances = nn.Embedding(2 * T, 2)
+
+    def body(self, x: Tensor) -> Tensor:
+        steps = torch.arange(x.shape[1])
+        bias = self.distances(steps[:, None] - steps + T).permute(2, 0, 1).unsqueeze(0)
+        q = x.unflatten(2, (2, -1)).transpose(1, 2)
+        scores = q @ q.mT
+        scores += bias
+        return (scores.softmax(-1) @ q).transpose(1, 2).flatten(2)
+
+
+class Raw(Head):
+    """Matrices, scales and shifts of its own, used in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.shift = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(D))
+        self.scale, self.temperature = nn.Parameter(torch.rand(D)), nn.Parameter(torch.zeros(()))
+
+    def body(self, x: Tensor) -> Tensor:
+        y = x @ self.matrix * F.softplus(self.scale) + self.shift
+        y = F.linear(y, self.matrix, self.shift) / self.temperature.exp()
+        return torch.einsum("btd,de->bte", F.layer_norm(y, (D,), self.scale), self.matrix.t())
+
+
+class LowRank(Head):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.randn(2, D)), nn.Parameter(torch.randn(D, 2))
+
+    def body(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.up @ self.down) + F.linear(F.linear(x, self.down), self.up)
+
+
+class Listed(Head):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList([nn.Parameter(torch.randn(D, D)) for _ in range(2)])
+        self.named = nn.ParameterDict({"scale": nn.Parameter(torch.rand(D))})
+
+    def body(self, x: Tensor) -> Tensor:
+        for matrix in self.matrices:
+            x = (x @ matrix).tanh()
+        return x * self.named["scale"]
+
+
+class Pair(nn.Module):
+    """Returns a tensor computed from its parameter alone, beside the records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(D))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.scale * 2
+
+
+class Handed(Head):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair()
+
+    def body(self, x: Tensor) -> Tensor:
+        x, scale = self.pair(x)
+        return x * scale
+
+
+class Wrapped(Head):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.inner = wrap(nn.Linear(D, D))
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Attention(Head):
+    def __init__(self, batch_first: bool = True, masked: bool = False, **settings: object) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=batch_first, **settings)
+        self.batch_first, self.masked = batch_first, masked
+
+    def body(self, x: Tensor) -> Tensor:
+        sizes = {name: getattr(self.attention, name) for name in ("kdim", "vdim")}
+        q = x if self.batch_first else x.transpose(0, 1)
+        k, v = q[..., : sizes["kdim"]], q[..., : sizes["vdim"]]
+        mask = torch.ones(T, T).triu(1).bool() if self.masked else None
+        padding = torch.arange(T).expand(len(x), -1) >= 3 if self.masked else None
+        out, weights = self.attention(q, k, v, attn_mask=mask, key_padding_mask=padding)
+        out = out if self.batch_first else out.transpose(0, 1)
+        return out + weights.mean((1, 2))[:, None, None]
+
+
+class Encoder(Head):
+    def __init__(self, **settings: object) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(D, 2, 8, dropout=0.0, batch_first=True, **settings)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+class Decoder(Head):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.TransformerDecoderLayer(D, 2, 8, dropout=0.0)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.decoder(x.transpose(0, 1), x.tanh().transpose(0, 1)).transpose(0, 1)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "token": Token,
+    "token-repeated": RepeatedToken,
+    "token-dropout": DroppedToken,
+    "positions": Positions,
+    "positions-normed": NormedPositions,
+    "positions-and-tokens": BothWays,
+    "bias": Bias,
+    "raw": Raw,
+    "low-rank": LowRank,
+    "listed": Listed,
+    "handed": Handed,
+    "weight-norm": lambda: Wrapped(weight_norm),
+    "spectral-norm": lambda: Wrapped(spectral_norm).eval(),
+    "orthogonal": lambda: Wrapped(orthogonal),
+    "attention": Attention,
+    "attention-time-major": lambda: Attention(batch_first=False),
+    "attention-masked": lambda: Attention(masked=True),
+    "attention-own-sizes": lambda: Attention(kdim=4, vdim=5),
+    "attention-bias-kv": lambda: Attention(add_bias_kv=True, add_zero_attn=True, masked=True),
+    "attention-no-bias": lambda: Attention(bias=False),
+    "encoder": Encoder,
+    "encoder-norm-first": lambda: Encoder(norm_first=True, activation="gelu"),
+    "decoder": Decoder,
+}
+
+
+@pytest.mark.parametrize("groups", ["flat", "per-layer"])
+@pytest.mark.parametrize("clipping", [clipless.auto_s, clipless.abadi, clipless.global_], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_agrees_with_the_oracle(make: Callable[[], nn.Module], clipping, groups: str) -> None:
+    """Also for as many records as positions, T = 4, and as features, D = 6."""
+    torch.manual_seed(0)
+    model = make()
+    for records in (0, 1, 2, T, D):
+        batch = torch.randn(records, T, D), torch.arange(records) % 3
+        fast, slow = (which.clipped_sum(model, losses, batch, clipping(groups=groups)) for which in (clipless, oracle))
+        torch.testing.assert_close(fast.norms, slow.norms, rtol=1e-3, atol=1e-6)
+        assert relative_error(fast, slow) <= 1e-3
+        assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_non_finite_record_contributes_nothing(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    x, y = torch.randn(5, T, D), torch.arange(5) % 3
+    clean = clipless.clipped_sum(model, losses, (x[1:], y[1:]))
+    x[0] = torch.nan
+    dirty = clipless.clipped_sum(model, losses, (x, y))
+    for name, grad in dirty.grads.items():
+        torch.testing.assert_close(grad, clean.grads[name], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_beside_a_parameter_uses_the_mask_of_the_forward_pass() -> None:
+    torch.manual_seed(0)
+    model = DroppedToken()
+    model.body = lambda x: F.dropout(Token.body(model, x), 0.5)
+    batch = torch.randn(5, T, D), torch.arange(5) % 3
+    torch.manual_seed(7)
+    plain = torch.autograd.grad(losses(model, batch).sum(), list(model.parameters()))
+    torch.manual_seed(7)
+    ours = clipless.clipped_sum(model, losses, batch, clipless.abadi(threshold=1e9))
+    for grad, reference in zip(ours.grads.values(), plain, strict=True):
+        torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_an_in_place_operation_is_tapped_too() -> None:
+    class InPlace(Raw):
+        def body(self, x: Tensor) -> Tensor:
+            y = x * 1
+            y.mul_(self.scale)
+            y -= self.shift
+            return y
+
+    model = InPlace()
+    batch = torch.randn(5, T, D), torch.arange(5) % 3
+    fast, slow = (which.clipped_sum(model, losses, batch) for which in (clipless, oracle))
+    assert relative_error(fast, slow) <= 1e-4
+
+
+def test_what_cannot_be_taken_by_operation_is_taken_as_a_whole() -> None:
+    class InPlace(Raw):
+        def body(self, x: Tensor) -> Tensor:
+            return (x * 1).clamp_(self.shift - 1, self.shift + 1)
+
+    model = InPlace()
+    batch = torch.randn(5, T, D), torch.arange(5) % 3
+    fast, slow = (which.clipped_sum(model, losses, batch) for which in (clipless, oracle))
+    assert relative_error(fast, slow) <= 1e-4
+
+
+def test_a_shared_tensor_that_leaves_the_model_is_refused_by_name() -> None:
+    model = Pair()
+
+    def outside(module: nn.Module, batch: Tensor) -> Tensor:
+        x, scale = module(batch)
+        return (x * scale).sum((1, 2))
+
+    with pytest.raises(
+        clipless.UnsupportedModule, match=r"'\(model\)' handed out a tensor computed from its parameters"
+    ):
+        clipless.clipped_sum(model, outside, torch.randn(5, T, D))

@@ -1,0 +1,216 @@
+"""Real architectures with random weights, as their libraries build them, against the oracle."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import clipless
+from clipless import oracle
+from clipless.preflight import relative_error
+
+VOCABULARY, LENGTH, WIDTH = 40, 8, 16
+
+
+@dataclass(frozen=True)
+class Architecture:
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], dict[str, Tensor]]
+    logits: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+
+
+def tokens(records: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (records, LENGTH))
+    mask = (torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (records, 1))).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def classified(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return model(**inputs).logits
+
+
+def next_tokens(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return model(**inputs).logits[:, :-1].flatten(1)
+
+
+def encoder_decoder(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return model(**inputs, decoder_input_ids=inputs["input_ids"].flip(1)).logits.flatten(1)
+
+
+def config(name: str, **settings: Any) -> transformers.PretrainedConfig:
+    dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    return getattr(transformers, name)(**{**dropout, **settings})
+
+
+ENCODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+    "num_labels": 3,
+}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": 32}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def bert() -> nn.Module:
+    return transformers.BertForSequenceClassification(config("BertConfig", **ENCODER))
+
+
+def roberta() -> nn.Module:
+    return transformers.RobertaForSequenceClassification(config("RobertaConfig", **ENCODER, pad_token_id=0))
+
+
+def distilbert() -> nn.Module:
+    settings = {"vocab_size": VOCABULARY, "dim": WIDTH, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "num_labels": 3}
+    quiet = {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0, "max_position_embeddings": 32}
+    return transformers.DistilBertForSequenceClassification(transformers.DistilBertConfig(**settings, **quiet))
+
+
+def gpt2() -> nn.Module:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **NO_DROPOUT))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    return model
+
+
+def llama() -> nn.Module:
+    settings = {**ENCODER, "num_key_value_heads": 1, "pad_token_id": 0}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+
+
+def t5() -> nn.Module:
+    settings = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**settings, dropout_rate=0.0))
+
+
+def vit() -> nn.Module:
+    settings = {name: value for name, value in ENCODER.items() if "vocab" not in name and "position" not in name}
+    return transformers.ViTForImageClassification(config("ViTConfig", **settings, image_size=8, patch_size=4))
+
+
+def lora() -> nn.Module:
+    adapted = get_peft_model(bert(), LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["classifier"]))
+    assert isinstance(adapted, nn.Module)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    return adapted
+
+
+class Residual(nn.Module):
+    """A block of ResNet18 with GroupNorm."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.one, self.two = (
+            nn.Conv2d(before, after, 3, stride, 1, bias=False),
+            nn.Conv2d(after, after, 3, 1, 1, bias=False),
+        )
+        self.norm_one, self.norm_two = nn.GroupNorm(2, after), nn.GroupNorm(2, after)
+        self.short = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.GroupNorm(2, after))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm_two(self.two(F.relu(self.norm_one(self.one(x)), inplace=True)))
+        y += self.short(x)
+        return F.relu(y, inplace=True)
+
+
+def resnet() -> nn.Module:
+    stages = [Residual(4 * 2 ** max(k - 1, 0), 4 * 2**k, 1 + (k > 0)) for k in range(4)]
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 3))
+
+
+class ConvNextBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.scale = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        y = self.scale * self.down(F.gelu(self.up(y)))
+        return x + y.permute(0, 3, 1, 2)
+
+
+def convnext() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 2, 2), ConvNextBlock(4), nn.Flatten(), nn.Linear(64, 3))
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.middle = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 8, 3, 2, 1)
+        self.up, self.last = nn.ConvTranspose2d(8, 4, 2, 2), nn.ConvTranspose2d(8, 3, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outer = F.silu(self.down(x))
+        inner = F.silu(self.up(F.silu(self.middle(outer))))
+        return self.last(torch.cat([inner, outer], 1)).flatten(2).mean(2)
+
+
+class CharLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lstm = nn.Embedding(VOCABULARY, 8), nn.LSTM(8, 6, num_layers=2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.lstm(self.table(input_ids))[0][:, -1])
+
+
+def images(records: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(records, 3, 8, 8)}
+
+
+def plain(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return model(*inputs.values())
+
+
+ARCHITECTURES = {
+    "bert": Architecture(bert, tokens, classified),
+    "roberta": Architecture(roberta, tokens, classified),
+    "distilbert": Architecture(distilbert, tokens, classified),
+    "gpt2": Architecture(gpt2, tokens, next_tokens),
+    "llama": Architecture(llama, tokens, next_tokens),
+    "t5": Architecture(t5, tokens, encoder_decoder),
+    "vit": Architecture(vit, images, classified),
+    "lora": Architecture(lora, tokens, classified),
+    "resnet": Architecture(resnet, images, plain),
+    "convnext": Architecture(convnext, images, plain),
+    "unet": Architecture(UNet, images, plain),
+    "char-lstm": Architecture(CharLSTM, tokens, plain),
+}
+
+
+def losses(architecture: Architecture) -> Callable[[nn.Module, Any], Tensor]:
+    def compute(model: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        return F.cross_entropy(architecture.logits(model, batch[0]), batch[1], reduction="none")
+
+    return compute
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_agrees_with_the_oracle(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    model = architecture.make().train()
+    for records in (1, 3, LENGTH):
+        batch = architecture.inputs(records), torch.arange(records) % 3
+        for clipping in (clipless.auto_s, clipless.abadi, clipless.global_):
+            for groups in ("flat", "per-layer"):
+                how = clipping(groups=groups)
+                fast, slow = (
+                    which.clipped_sum(model, losses(architecture), batch, how) for which in (clipless, oracle)
+                )
+                torch.testing.assert_close(fast.norms, slow.norms, rtol=1e-3, atol=1e-5)
+                assert relative_error(fast, slow) <= 1e-3
