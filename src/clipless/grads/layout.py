@@ -46,8 +46,8 @@ class Layout:
         self._dims: dict[Place, Dims] = {}
 
     def forget(self) -> None:
-        """Learn anew: a pass was refused, and what it showed may not hold for others."""
         self.entries.clear()
+        self._passes.clear()
         self._dims.clear()
 
     def begin_pass(self) -> None:

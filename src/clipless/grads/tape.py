@@ -141,9 +141,13 @@ class Tape:
         if records == 0:
             args, kwargs = resized((args, kwargs), 0, 1)
         elif self._names[module] not in self._layout.entries:
-            self._layout.entries.add(self._names[module])
             sizes = telling_sizes((args, kwargs), module, records)
-            self._ways.learn(lambda size: self._probe(module, args, kwargs, records, size), sizes)
+            try:
+                self._ways.learn(lambda size: self._probe(module, args, kwargs, records, size), sizes)
+            except BaseException:
+                self._ways.forget()
+                raise
+            self._layout.entries.add(self._names[module])
             self._buffers.refuse_changes()
         self._calls, self._operation_counts = {}, {}
         return args, kwargs
@@ -202,6 +206,7 @@ class Tape:
                 self._layout.note(where, what)
             found = [by_size(what, self._probed) for what in places.values()]
         elif self.part is None or not all(map(self._layout.knows, places)):
+            self._ways.forget()
             raise UnsupportedModule(
                 f"module {owner!r} handed out a tensor computed from its parameters alone, and it met the records outside "
                 "the model's forward. Use it inside, and return one row per record."
@@ -228,7 +233,7 @@ class Tape:
             if not enough(dim is not None for dim in dims):
                 raise shared_input(place, shapes, records)
         except UnsupportedModule:
-            self._layout.forget()
+            self._ways.forget()
             raise
         return dims
 

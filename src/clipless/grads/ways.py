@@ -28,6 +28,12 @@ class Ways:
             if not fresh:
                 break
 
+    def forget(self) -> None:
+        """Learn anew: a pass was refused or interrupted, and what it showed may not hold for others."""
+        self.by_operation.clear()
+        self._as_a_whole.clear()
+        self._layout.forget()
+
     def _unstable(self, probe: Callable[[int], None], sizes: tuple[int, int], without_rule: set[str]) -> set[str]:
         """Modules that cannot be taken operation by operation; all of them if the model cannot be run at all."""
         try:
