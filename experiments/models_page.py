@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrizations import weight_norm
 
 import clipless
 from clipless.grads.refusals import REFUSALS
@@ -135,9 +135,6 @@ class Centred(nn.Module):
 FOUND_OUT: dict[str, Callable[[], nn.Module]] = {
     "A parameter that is used outside its module's forward": Borrowed,
     "A buffer that learns from the records": Tracking,
-    "`spectral_norm`, which changes its buffers at every forward pass": lambda: headed(
-        spectral_norm(nn.Linear(WIDTH, WIDTH))
-    ),
     "Records that are flattened together with positions": Merged,
     "A model or a loss in which records meet (found by `clipless.check`)": Centred,
 }

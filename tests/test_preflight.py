@@ -94,7 +94,7 @@ def test_report_of_a_refused_model_says_what_was_not_tested() -> None:
     assert re.search(r"^0\.weight +3x4 +linear +- +-$", text, re.MULTILINE)
     assert re.search(r"^oracle agreement +not tested$", text, re.MULTILINE)
     assert re.search(r"^remove one record +not tested$", text, re.MULTILINE)
-    assert "buffers            1.running_mean, 1.running_var changed" in text
+    assert "buffers            1.running_mean, 1.running_var, 1.num_batches_tracked changed" in text
     assert "UNSOUND\nBatchNorm1d '1' mixes records, so no per-record bound exists. Replace it with GroupNorm" in text
     assert report.oracle_agreement is report.remove_one_record is None
 

@@ -283,6 +283,37 @@ def test_what_cannot_be_taken_by_operation_is_taken_as_a_whole() -> None:
     assert relative_error(fast, slow) <= 1e-4
 
 
+def test_spectral_norm_trains() -> None:
+    """Its buffers follow the weights, not the records, so their change in training mode is no leak."""
+    model = Wrapped(spectral_norm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(20, T, D), torch.arange(20) % 3)
+    private = clipless.make_private(model, optimizer, data, noise_multiplier=1.0, batch_size=5, steps=4)
+    for x, y in private.loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert private.ledger.steps == 4
+    private.detach()
+
+
+def test_a_layer_used_at_several_lengths_agrees_with_the_oracle() -> None:
+    class Pyramid(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(D, D), nn.Parameter(torch.rand(D))
+
+        def body(self, x: Tensor) -> Tensor:
+            while x.shape[1] > 1:
+                x = self.inner(x[:, ::2]).tanh() * self.scale
+            return x
+
+    model = Pyramid()
+    for records in (1, 2, T):
+        batch = torch.randn(records, T, D), torch.arange(records) % 3
+        fast, slow = (which.clipped_sum(model, losses, batch) for which in (clipless, oracle))
+        assert relative_error(fast, slow) <= 1e-4
+
+
 def test_a_shared_tensor_that_leaves_the_model_is_refused_by_name() -> None:
     model = Pair()
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
-from clipless.grads.layout import Dims, Place, Shapes, shapes_of, written
+from clipless.grads.layout import Dims, Place, Shapes, packed_in, shapes_of, written
 from clipless.grads.pieces import Piece
 
 
@@ -64,6 +64,15 @@ def refuse_foreign_rows(inputs: Any, records: int) -> None:
             "the model's rows are not the batch's records: no input has one row for each. Give it what private.loader "
             "handed out, as it is; split a batch with private.loader.microbatches(n), and use other data under "
             "torch.no_grad()."
+        )
+
+
+def refuse_packed(name: str, values: Any) -> None:
+    if packed_in(values):
+        raise UnsupportedModule(
+            f"module {name!r} is given or returns a packed sequence, in which the records have no dimension of their own. "
+            "Hand the model padded sequences and their lengths, pack them in its forward, and give them to nn.RNN, nn.LSTM "
+            "or nn.GRU alone."
         )
 
 

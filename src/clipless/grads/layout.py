@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
@@ -43,15 +44,17 @@ class Layout:
     def __init__(self) -> None:
         self.entries: set[str] = set()
         self._passes: list[dict[Place, Shapes]] = []
+        self._sizes: list[int] = []
         self._dims: dict[Place, Dims] = {}
 
     def forget(self) -> None:
         self.entries.clear()
-        self._passes.clear()
+        self.drop()
         self._dims.clear()
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, size: int) -> None:
         self._passes.append({})
+        self._sizes.append(size)
 
     def note(self, place: Place, shapes: Shapes) -> None:
         """Remember the shapes that the present pass sees."""
@@ -59,13 +62,13 @@ class Layout:
 
     def settle(self) -> set[str]:
         """Compare the two passes. Returns the modules whose operations were not the same in both."""
-        one, other = self._passes
-        self._passes = []
+        (one, other), sizes = self._passes, tuple(self._sizes)
+        self.drop()
         unstable = {place.name for place in one.keys() ^ other.keys() if place.side in OPERATION}
         for place in one.keys() & other.keys():
             if len(one[place]) == len(other[place]):
                 pairs = zip(one[place], other[place], strict=True)
-                self._dims[place] = tuple(_changed_dim(a, b) for a, b in pairs)
+                self._dims[place] = tuple(_changed_dim(a, b, sizes) for a, b in pairs)
             elif place.side in OPERATION:
                 unstable.add(place.name)
             if place.side in OPERATION and NOWHERE in self._dims.get(place, ()):
@@ -73,8 +76,8 @@ class Layout:
         return unstable
 
     def drop(self) -> None:
-        """Forget passes that could not be finished."""
-        self._passes = []
+        """Forget passes, finished or not."""
+        self._passes, self._sizes = [], []
 
     def without_records(self) -> set[str]:
         """The modules of which some call had no input that carries records."""
@@ -95,11 +98,16 @@ class Layout:
         return known
 
 
-def _changed_dim(one: torch.Size, other: torch.Size) -> int | None:
-    """The one dimension in which a tensor's shape differs between two passes; NOWHERE if it is not a single one."""
+def _changed_dim(one: torch.Size, other: torch.Size, sizes: tuple[int, ...]) -> int | None:
+    """The one dimension in which a tensor's shape differs between two passes; NOWHERE if it is not a single one.
+
+    The longest sequence may differ too: then it is the one dimension of the two passes' numbers of records."""
     if one == other:
         return None
-    changed = [dim for dim, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
+    pairs = list(zip(one, other, strict=False))
+    changed = [dim for dim, (a, b) in enumerate(pairs) if a != b]
+    if len(changed) > 1:
+        changed = [dim for dim in changed if pairs[dim] == sizes]
     return changed[0] if len(one) == len(other) and len(changed) == 1 else NOWHERE
 
 
@@ -125,20 +133,41 @@ def written(shape: torch.Size, records: int) -> str:
     return "(" + ", ".join("B" if size == records else str(size) for size in shape) + ")"
 
 
-def shapes_of(values: Any) -> Shapes:
-    """Shapes of all tensors in a structure, in a fixed order."""
-    return tuple(leaf.shape for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+def shapes_of(values: Any, floating: bool = False) -> Shapes:
+    """Shapes of all tensors in a structure, or of the floating-point ones, in a fixed order.
+
+    The data of a packed sequence counts as having a row for each of its sequences, and its sizes as having none: the
+    rules of recurrent layers, which alone are given it, put the records of the one in order by the other.
+    """
+    shapes = []
+    for value in pytree.tree_leaves(values, is_leaf=_is_packed):
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        seen = [tensor.shape for tensor in tensors]
+        if isinstance(value, PackedSequence):
+            seen[:2] = torch.Size([int(value.batch_sizes[0]), *seen[0][1:]]), torch.Size([])
+        pairs = zip(tensors, seen, strict=True)
+        shapes += [shape for tensor, shape in pairs if tensor.is_floating_point() or not floating]
+    return tuple(shapes)
+
+
+def packed_in(values: Any) -> bool:
+    """Whether there is a packed sequence in the structure."""
+    return any(map(_is_packed, pytree.tree_leaves(values, is_leaf=_is_packed)))
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 def resized(values: Any, records: int, target: int) -> Any:
-    """The structure with every tensor of `records` rows cut or repeated to `target` rows."""
+    """The structure with every tensor of `records` rows cut or repeated to `target` rows; their order is kept."""
 
     def resize(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != records:
             return leaf
         if records == 0:
             return leaf.new_zeros(target, *leaf.shape[1:])
-        return leaf[torch.arange(target, device=leaf.device) % records]
+        return leaf[torch.arange(target, device=leaf.device) * records // target]
 
     return pytree.tree_map(resize, values)
 

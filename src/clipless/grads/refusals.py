@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from clipless.errors import UnsupportedModule
 
@@ -37,6 +38,11 @@ def _divides_by_counts(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq
 
 
+def _hides_its_dropout(module: nn.Module) -> bool:
+    hidden = isinstance(module, nn.RNNBase) and module.training and module.dropout > 0 and module.num_layers > 1
+    return hidden and any(parameter.requires_grad for parameter in module.parameters())
+
+
 REFUSALS = (
     Refusal(
         "BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm in training mode or without running statistics",
@@ -63,6 +69,12 @@ REFUSALS = (
         "has scale_grad_by_freq, which divides by counts over the whole batch and so mixes records",
         "Build it with scale_grad_by_freq=False",
     ),
+    Refusal(
+        "RNN, LSTM, GRU of several layers with dropout in training mode",
+        _hides_its_dropout,
+        "draws its dropout between layers where it cannot be seen, so its gradient per record cannot be computed again",
+        "Build single layers with dropout=0 and put nn.Dropout between them",
+    ),
 )
 
 
@@ -71,6 +83,16 @@ def refuse_module(module: nn.Module, name: str) -> None:
     for refusal in REFUSALS:
         if refusal.applies(module):
             raise UnsupportedModule(f"{type(module).__name__} {name!r} {refusal.why}. {refusal.remedy}.")
+
+
+def watched_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """All buffers but those of spectral norm, whose power iteration looks at the weights and never at a record."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        if not isinstance(module, _SpectralNorm)
+        for name, buffer in module.named_buffers(recurse=False)
+    }
 
 
 class BufferGuard:
@@ -84,13 +106,13 @@ class BufferGuard:
 
     def remember(self) -> None:
         """Note the buffers as they are. Until one forward pass was clean their values are kept, to be put back."""
-        self._before = {name: (buffer, buffer._version) for name, buffer in self._floating()}
+        self._before = {name: (buffer, buffer._version) for name, buffer in watched_buffers(self._model).items()}
         if not self._clean:
-            self._values = {name: buffer.detach().clone() for name, buffer in self._floating()}
+            self._values = {name: buffer.detach().clone() for name, buffer in watched_buffers(self._model).items()}
 
     def refuse_changes(self) -> None:
         """Raise if a buffer was written to or replaced since `remember`."""
-        now = dict(self._floating())
+        now = watched_buffers(self._model)
         for name, (buffer, version) in self._before.items():
             if now.get(name) is not buffer or buffer._version != version:
                 self._put_back()
@@ -99,9 +121,6 @@ class BufferGuard:
                     "noise. Turn off what tracks statistics there, or put that module in eval mode."
                 )
         self._values, self._clean = {}, True
-
-    def _floating(self) -> list[tuple[str, Tensor]]:
-        return [(name, buffer) for name, buffer in self._model.named_buffers() if buffer.is_floating_point()]
 
     def _put_back(self) -> None:
         with torch.no_grad():

@@ -16,7 +16,16 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from clipless.errors import Misuse, UnsupportedModule
-from clipless.grads.frames import Frame, Part, by_size, holders, put_back, refuse_foreign_rows, shared_input
+from clipless.grads.frames import (
+    Frame,
+    Part,
+    by_size,
+    holders,
+    put_back,
+    refuse_foreign_rows,
+    refuse_packed,
+    shared_input,
+)
 from clipless.grads.layout import (
     Dims,
     Layout,
@@ -137,6 +146,7 @@ class Tape:
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, records: int) -> tuple[Any, Any]:
         """At the outermost module: learn the layout once, and give an empty batch a row that no sum will ever see."""
         refuse_foreign_rows((args, kwargs), records)
+        refuse_packed(self._names[module], (args, kwargs))
         self._buffers.remember()
         if records == 0:
             args, kwargs = resized((args, kwargs), 0, 1)
@@ -156,7 +166,7 @@ class Tape:
         """One pass with another number of records, of which the hooks note the shapes and nothing is kept."""
         some_args, some_kwargs = resized((args, kwargs), records, size)
         depth, self._calls, self._operation_counts, self._probed = len(self._frames), {}, {}, size
-        self._layout.begin_pass()
+        self._layout.begin_pass(size)
         try:
             with random_state_kept(module):
                 module(*some_args, **some_kwargs)
@@ -243,7 +253,7 @@ class Tape:
         frame = self._frames.pop()
         put_back(frame)
         if self._probed:
-            self._layout.note(frame.place._replace(side="output"), shapes_of(differentiable(output)))
+            self._layout.note(frame.place._replace(side="output"), shapes_of(output, floating=True))
             return None
         if not frame.armed or output is None:
             return None
@@ -258,9 +268,11 @@ class Tape:
 
     def _tap(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         outputs = differentiable(output)
+        if self.rules[frame.place.name] is generic:
+            refuse_packed(frame.place.name, (args, kwargs, output))
         if self.part is not None and self.part.records > 0:
             place = frame.place._replace(side="output")
-            frame.out_dims = self._placed(place, shapes_of(outputs), self.part.records, all)
+            frame.out_dims = self._placed(place, shapes_of(output, floating=True), self.part.records, all)
         leaves, spec = pytree.tree_flatten(output)
         places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         tapped = Tap.apply(self._anchor, self._call(frame, args, kwargs), *outputs)  # type: ignore[no-untyped-call]

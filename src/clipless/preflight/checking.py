@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils import _pytree as pytree
 
 from clipless import oracle
@@ -14,6 +15,7 @@ from clipless.clipping import Clipping, as_clipping
 from clipless.errors import CliplessError, InvalidArgument, InvalidType
 from clipless.grads.engine import ClippedSum, LossFunction, clipped_sum, count_records
 from clipless.grads.layout import random_state_kept
+from clipless.grads.refusals import watched_buffers
 from clipless.grads.rules import generic, rule_of
 from clipless.partition import partition
 from clipless.plan import sensitivity
@@ -154,25 +156,24 @@ def _registered(model: nn.Module) -> dict[str, str]:
 
 
 def _changed_buffers(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[str, ...]:
-    """Names of floating-point buffers that a forward pass in the model's present mode changes, tried on a copy."""
+    """Names of buffers that a forward pass in the model's present mode changes, tried on a copy."""
     subject = copy.deepcopy(model)
-    before = {name: buffer.clone() for name, buffer in subject.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in watched_buffers(subject).items()}
     with torch.no_grad():
         loss_fn(subject, batch)
-    now = dict(subject.named_buffers())
-    return tuple(
-        name
-        for name, value in before.items()
-        if value.is_floating_point() and not (name in now and torch.equal(now[name], value))
-    )
+    now = watched_buffers(subject)
+    return tuple(name for name, value in before.items() if not (name in now and torch.equal(now[name], value)))
 
 
 def _without_dropout(model: nn.Module) -> nn.Module:
-    """A copy in which dropout layers, and the rates that other modules keep for functional dropout, are zero."""
+    """A copy in which dropout layers, and the rates that other modules keep for functional dropout, are zero, and in
+    which spectral norm does not go on with its power iteration from one pass to the next."""
     subject = copy.deepcopy(model)
     for module in subject.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+        if isinstance(module, _SpectralNorm):
+            module.eval()
         rates = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
         vars(module).update(dict.fromkeys(rates, 0.0))
     return subject
