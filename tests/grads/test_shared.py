@@ -1,7 +1,9 @@
 """Parameters outside any known layer, against the oracle: tokens, positions, scales, attention, parametrisations."""
 
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -292,6 +294,43 @@ def test_what_cannot_be_taken_by_operation_is_taken_as_a_whole() -> None:
     batch = torch.randn(5, T, D), torch.arange(5) % 3
     fast, slow = (which.clipped_sum(model, losses, batch) for which in (clipless, oracle))
     assert relative_error(fast, slow) <= 1e-4
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_empty_batches_are_steps_of_noise(make: Callable[[], nn.Module]) -> None:
+    """Also with dropout in the model, which draws no matter for nobody."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.1), make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = torch.utils.data.TensorDataset(torch.randn(30, T, D), torch.arange(30) % 3)
+    private = clipless.make_private(model, optimizer, data, noise_multiplier=1.0, batch_size=1, steps=8, seed=2)
+    sizes = []
+    for x, y in private.loader:
+        sizes.append(len(x))
+        F.cross_entropy(model(x), y).backward()
+        assert all(type(p) is nn.Parameter and p.grad is None and p.requires_grad for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 0 in sizes
+    assert max(sizes) > 0
+    private.detach()
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), lambda: random.random(), lambda: np.random.rand()])
+def test_a_module_taken_as_a_whole_must_not_draw_random_numbers(draw: Callable[[], object]) -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([row * self.scale * float(draw()) for row in x])
+
+    model = Head()
+    model.add_module("loop", Loop())
+    model.body = lambda x: model.loop(x)
+    with pytest.raises(clipless.UnsupportedModule, match="'loop' has parameters of its own and draws random numbers"):
+        clipless.clipped_sum(model, losses, (torch.randn(5, T, D), torch.arange(5) % 3))
 
 
 def test_spectral_norm_trains() -> None:

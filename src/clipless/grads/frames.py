@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
 from clipless.grads.layout import Dims, Place, Shapes, packed_in, shapes_of, written
@@ -32,17 +32,16 @@ class Frame:
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
     dims: Dims = ()
     out_dims: Dims = ()
-    random_state: list[Tensor] = field(default_factory=list)
+    random_state: list[Any] = field(default_factory=list)
 
 
-def holders(module: nn.Module) -> list[nn.Module]:
-    """The module and those of its children whose parameters it uses itself: lists of parameters, attention's output."""
-    own: list[nn.Module] = [module]
-    for child in module.children():
-        if isinstance(child, nn.ParameterList | nn.ParameterDict):
-            own += holders(child)
-        elif isinstance(module, nn.MultiheadAttention):
-            own.append(child)
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that a module uses itself, by their path in it: its own, those in its lists and dictionaries of
+    parameters, and attention's output projection, which is never called as a module."""
+    own = dict(module.named_parameters(recurse=False))
+    for name, child in module.named_children():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict) or isinstance(module, nn.MultiheadAttention):
+            own |= {f"{name}.{path}": parameter for path, parameter in own_parameters(child).items()}
     return own
 
 

@@ -5,11 +5,13 @@ positions as records would bound the wrong thing. So the first batch is preceded
 records, of which nothing is kept and which leave the random state as it was: what changes its size carries records.
 """
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -174,14 +176,21 @@ def resized(values: Any, records: int, target: int) -> Any:
 
 @contextmanager
 def random_state_kept(module: nn.Module) -> Iterator[None]:
-    """Whatever is drawn inside, torch's generators are left as they were."""
-    with torch.random.fork_rng(devices=_cuda_devices(module)):
-        yield
+    """Whatever is drawn inside, the generators of torch, Python and NumPy are left as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=_cuda_devices(module)):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
-def random_state(module: nn.Module) -> list[Tensor]:
-    """The states of the generators that the module may draw from."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _cuda_devices(module))]
+def random_state(module: nn.Module) -> list[Any]:
+    """The states of the generators that the module may draw from, to be compared."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _cuda_devices(module))]
+    numpy: Any = np.random.get_state()
+    return [*(state.numpy().tobytes() for state in states), random.getstate(), numpy[1].tobytes(), numpy[2:]]
 
 
 def _cuda_devices(module: nn.Module) -> list[torch.device]:

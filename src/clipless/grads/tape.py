@@ -20,7 +20,7 @@ from clipless.grads.frames import (
     Frame,
     Part,
     by_size,
-    holders,
+    own_parameters,
     put_back,
     refuse_foreign_rows,
     refuse_packed,
@@ -107,15 +107,14 @@ class Tape:
         self.part = part
 
     def _owned_parameters(self, model: nn.Module) -> dict[nn.Module, dict[str, str]]:
-        """For each module its own trainable parameters: local name -> name in the model, the first one if shared."""
+        """For each module the trainable parameters it uses itself: path in the module -> name in the model, the first
+        one if shared."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         owned = {}
-        for module in self._names:
-            own = {local: names[id(p)] for local, p in module.named_parameters(recurse=False) if id(p) in names}
+        for module, module_name in self._names.items():
+            own = {path: names[id(p)] for path, p in own_parameters(module).items() if id(p) in names}
             if own:
                 owned[module] = own
-        for module, module_name in self._names.items():
-            if any(holder in owned for holder in holders(module)):
                 self.rules[module_name] = rule_of(module) or generic
         return owned
 
@@ -177,17 +176,17 @@ class Tape:
             del self._frames[depth:]
 
     def _arm(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        open_part = self.part is not None and self.part.records > 0
-        if open_part and frame.place.name in self._ways.by_operation:
-            self._share(frame)
-            return
         own = self._own.get(frame.module)
+        records = 0 if self.part is None else self.part.records
         if own is None:
             return
-        if self.part is not None and self.part.records > 0:
-            frame.dims = self._placed(frame.place, shapes_of((args, kwargs)), self.part.records, any)
-        if self.rules[frame.place.name] is generic:
-            frame.random_state = random_state(frame.module)
+        if records and frame.place.name in self._ways.by_operation:
+            self._share(frame)
+            return
+        if records:
+            frame.dims = self._placed(frame.place, shapes_of((args, kwargs)), records, any)
+            if self.rules[frame.place.name] is generic:
+                frame.random_state = random_state(frame.module)
         for name in own.values():
             parameter = self.parameters[name]
             if parameter.requires_grad:
@@ -195,12 +194,11 @@ class Tape:
                 frame.turned_off.append(parameter)
 
     def _share(self, frame: Frame) -> None:
-        """Replace the module's parameters, and those in its lists of parameters, by shared tensors while it runs."""
-        for holder in holders(frame.module):
-            for local, name in self._own.get(holder, {}).items():
-                parameter = self.parameters[name]
-                if isinstance(holder._parameters[local], Shared) or not parameter.requires_grad:
-                    continue
+        """Replace the parameters that the module uses itself by shared tensors while it runs."""
+        for path, name in self._own.get(frame.module, {}).items():
+            prefix, _, local = path.rpartition(".")
+            holder, parameter = frame.module.get_submodule(prefix), self.parameters[name]
+            if parameter.requires_grad and not isinstance(holder._parameters[local], Shared):
                 holder._parameters[local] = root(name, frame.place.name, parameter, self._operations)  # type: ignore[assignment]
                 frame.swapped.append((holder, local, parameter))
 
@@ -283,7 +281,7 @@ class Tape:
     def _refuse_randomness(self, frame: Frame) -> None:
         """The generic rule computes a module again, which must give the same values."""
         now = random_state(frame.module) if frame.random_state else []
-        if any(not torch.equal(then, new) for then, new in zip(frame.random_state, now, strict=True)):
+        if frame.random_state != now:
             raise UnsupportedModule(
                 f"module {self._names[frame.module]!r} has parameters of its own and draws random numbers (dropout) in "
                 "its forward, so its gradient per record cannot be computed again. Move the parameter into a small "

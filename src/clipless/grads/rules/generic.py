@@ -20,8 +20,7 @@ def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     """
     leaves, spec = pytree.tree_flatten((use.args, dict(use.kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    own = dict(use.module.named_parameters(recurse=False))
-    parameters = {name: own[name].detach() for name in use.wanted}
+    parameters = {path: use.module.get_parameter(path).detach() for path in use.wanted}
 
     def pull_back(parameters: dict[str, Tensor], record: list[Tensor], cotangents: tuple[Tensor, ...]) -> Tensor:
         """Inner product of the module's output for one record with the gradient that arrived there."""
