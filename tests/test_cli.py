@@ -64,17 +64,27 @@ def test_refusal_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def heed_interrupts() -> None:
+    """A process started in the background of a script ignores interrupts, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_interrupt_exits_130_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "waiting.py").write_text(
         "import time\ndef make(shape, classes):\n    print('started', flush=True)\n    time.sleep(300)\n"
     )
     arguments = [*COMMAND, "train", "--model", "waiting:make"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(arguments, cwd=tmp_path, env=ENVIRONMENT, text=True, **pipes) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "started\n"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+    with subprocess.Popen(
+        arguments, cwd=tmp_path, env=ENVIRONMENT, text=True, preexec_fn=heed_interrupts, **pipes
+    ) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "started\n"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "Traceback" not in errors
 
