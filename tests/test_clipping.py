@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clipless
-from clipless.clipping import CLIPPINGS, RULES, Global, as_clipping
+from clipless.clipping import CLIPPINGS, RULES, AutoS, Global, as_clipping
 from clipless.partition import partition
 from clipless.plan import effective_multiplier, noise_stddevs, sensitivity
 
@@ -167,3 +167,11 @@ def test_unknown_names_suggest_the_nearest() -> None:
         as_clipping(3)
     with pytest.raises(clipless.InvalidArgument, match="did you mean 'uniform'"):
         as_clipping(clipless.abadi(allocation="uniforn"))
+
+
+def test_a_policy_takes_its_rule_by_name_as_an_object_or_from_another_clipping() -> None:
+    rules = [clipless.dc_e(rule=rule).rule for rule in ("auto-s", AutoS(), clipless.auto_s())]
+    assert rules[0] == rules[1] == rules[2] == AutoS(gamma=0.01)
+    assert clipless.quantile(rule=clipless.auto_s(gamma=0.5)).rule == AutoS(gamma=0.5)
+    with pytest.raises(clipless.InvalidArgument, match="did you mean 'auto-v'"):
+        clipless.decay(rule="auto_v")

@@ -120,7 +120,7 @@ def dc_p(
     bins: int = 20,
     start: float = 1.0,
     histogram_multiplier: float | None = None,
-    rule: str | Rule = "abadi",
+    rule: str | Rule | Clipping = "abadi",
     groups: Groups = "flat",
     allocation: str = "uniform",
 ) -> Clipping:
@@ -133,7 +133,7 @@ def dc_e(
     bins: int = 20,
     start: float = 1.0,
     histogram_multiplier: float | None = None,
-    rule: str | Rule = "abadi",
+    rule: str | Rule | Clipping = "abadi",
     groups: Groups = "flat",
     allocation: str = "uniform",
 ) -> Clipping:
@@ -146,7 +146,7 @@ def quantile(
     rate: float = 0.2,
     start: float = 1.0,
     count_stddev: float | None = None,
-    rule: str | Rule = "abadi",
+    rule: str | Rule | Clipping = "abadi",
     groups: Groups = "flat",
     allocation: str = "uniform",
 ) -> Clipping:
@@ -158,7 +158,7 @@ def decay(
     start: float = 1.0,
     rho: float = 0.5,
     noise_rho: float = 1.0,
-    rule: str | Rule = "abadi",
+    rule: str | Rule | Clipping = "abadi",
     groups: Groups = "flat",
     allocation: str = "uniform",
 ) -> Clipping:
@@ -180,8 +180,14 @@ CLIPPINGS: Mapping[str, Callable[[], Clipping]] = {
 RULES: Mapping[str, Rule] = {"abadi": Abadi(), "auto-v": AutoV(), "auto-s": AutoS(), "global": Global()}
 
 
-def as_rule(rule: str | Rule) -> Rule:
-    """The rule that a name stands for, or the rule itself."""
+def as_rule(rule: "str | Rule | Clipping") -> Rule:
+    """The rule that a name stands for, that of another clipping, or the rule itself.
+
+    >>> as_rule("auto-s") == as_rule(auto_s()) == AutoS()
+    True
+    """
+    if isinstance(rule, Clipping):
+        return rule.rule
     if callable(rule):
         return rule
     return named("rule", rule, RULES)

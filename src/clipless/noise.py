@@ -6,6 +6,7 @@ interrupted run continues with the numbers it would have had, however its batche
 
 import secrets
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from clipless.errors import InvalidArgument, InvalidType, named
 
+# Numbers drawn by one generator; chunks are drawn side by side in threads, and the same whatever their number.
+CHUNK = 2**18
 STREAMS = {"gradient": 1, "statistic": 2, "sample": 3}
 
 
@@ -47,18 +50,25 @@ class TorchNoise:
         self.seed = secrets.randbits(128) if seed is None else seed
 
     def normals(self, stream: str, step: int, templates: Iterable[Tensor]) -> Iterator[Tensor]:
-        generators: dict[torch.device, torch.Generator] = {}
-        for template in templates:
-            device = template.device
-            if device not in generators:
-                generators[device] = self._generator(stream, step, device)
-            yield torch.randn(template.shape, generator=generators[device], device=device)
+        values = [torch.empty(template.shape, device=template.device) for template in templates]
+        chunks = [chunk for value in values for chunk in value.view(-1).split(CHUNK)]
+
+        def fill(numbered: tuple[int, Tensor]) -> None:
+            number, chunk = numbered
+            chunk.normal_(generator=self._generator(stream, step, chunk.device, number))
+
+        if len(chunks) > 1 and torch.get_num_threads() > 1:
+            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+                list(threads.map(fill, enumerate(chunks)))
+        else:
+            list(map(fill, enumerate(chunks)))
+        return iter(values)
 
     def uniform(self, stream: str, step: int, size: int) -> Tensor:
         return torch.rand(size, generator=self._generator(stream, step, torch.device("cpu")), dtype=torch.float64)
 
-    def _generator(self, stream: str, step: int, device: torch.device) -> torch.Generator:
-        sequence = np.random.SeedSequence([self.seed, STREAMS[stream], step])
+    def _generator(self, stream: str, step: int, device: torch.device, chunk: int = 0) -> torch.Generator:
+        sequence = np.random.SeedSequence([self.seed, STREAMS[stream], step, chunk])
         generator = torch.Generator(device)
         if device.type == "cpu":
             return generator.set_state(_mersenne_state(sequence))

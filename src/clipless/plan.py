@@ -65,7 +65,11 @@ class PrivacyPlan:
         """What the threshold policy is told."""
         return policy_setting(self.clipping, self.dimensions, self.expected_batch, self.steps, self.gradient_multiplier)
 
-    def event(self, step: int) -> StepEvent:
+    def sensitivity(self, thresholds: Tensor | None = None) -> float:
+        """How far one record can move the clipped sum, at these thresholds or at the first step's."""
+        return float(sensitivity(self.clipping.start(len(self.groups)) if thresholds is None else thresholds))
+
+    def event(self, step: int = 0) -> StepEvent:
         """What the step of that number releases, counted from 0, for the ledger."""
         statistics = () if self.statistic_multiplier is None else (self.statistic_multiplier,)
         relative = relative_noise(self.clipping.policy.noise_schedule(self.steps), step)

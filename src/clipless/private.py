@@ -208,10 +208,10 @@ class Private:
         stddevs = self.plan.stddevs(step, thresholds).flatten().tolist()
         noises = self._source.normals("gradient", step, parameters.values())
         for (name, parameter), noise in zip(parameters.items(), noises, strict=True):
-            noise *= stddevs[self.plan.groups.group_of[name]]
+            total = noise.mul_(stddevs[self.plan.groups.group_of[name]])
             if name in sums:
-                noise = noise + sums[name]
-            private_gradient = (noise / self.plan.expected_batch).to(parameter.dtype)
+                total = total.to(sums[name].dtype).add_(sums[name])
+            private_gradient = total.div_(self.plan.expected_batch).to(parameter.dtype)
             parameter.grad = private_gradient if parameter.requires_grad else None
 
     def _release_statistic(self, step: int) -> None:
