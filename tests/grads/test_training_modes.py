@@ -104,13 +104,26 @@ def test_a_tied_language_model_never_holds_a_table_per_record(tmp_path: Path) ->
     assert extra < 300
 
 
+class Gate(nn.Module):
+    """Parameters outside any layer, used directly and through a function of them alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.attention = nn.Parameter(torch.rand(D)), nn.MultiheadAttention(D, 2, batch_first=True)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h * F.softplus(self.scale)
+        return h + self.attention(h[:, None], h[:, None], h[:, None])[0][:, 0]
+
+
 class Stack(nn.Module):
-    def __init__(self, reentrant: bool | None, everything: bool = False) -> None:
+    def __init__(self, reentrant: bool | None, gated: bool = True) -> None:
         super().__init__()
         self.first, self.head = nn.Linear(4, D), nn.Linear(D, 3)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D)) for _ in range(3)])
+        layers = [nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D)) for _ in range(2)]
+        self.blocks = nn.ModuleList([*layers, Gate()] if gated else layers)
         self.shift = nn.Parameter(torch.randn(D))
-        self.reentrant, self.everything = reentrant, everything
+        self.reentrant = reentrant
 
     def body(self, h: Tensor) -> Tensor:
         for block in self.blocks:
@@ -126,13 +139,19 @@ class Stack(nn.Module):
 @pytest.mark.parametrize("clipping", [clipless.auto_s, clipless.abadi], ids=lambda f: f.__name__)
 def test_activation_checkpointing_changes_nothing(reentrant: bool, clipping) -> None:
     torch.manual_seed(0)
-    plain, saving = Stack(None), Stack(reentrant)
+    plain, saving = Stack(None, gated=not reentrant), Stack(reentrant, gated=not reentrant)
     saving.load_state_dict(plain.state_dict())
     batch = torch.randn(5, 4), torch.arange(5) % 3
     one, other = (clipless.clipped_sum(model, losses, batch, clipping()) for model in (plain, saving))
     torch.testing.assert_close(one.norms, other.norms)
     assert relative_error(other, one) <= 1e-5
     assert relative_error(other, oracle.clipped_sum(plain, losses, batch, clipping())) <= 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_parameters_outside_any_layer_under_a_reentrant_checkpoint_are_refused() -> None:
+    with pytest.raises(clipless.UnsupportedModule, match="'blocks.2'.*checkpoint with use_reentrant=False"):
+        clipless.clipped_sum(Stack(True), losses, (torch.randn(5, 4), torch.arange(5) % 3))
 
 
 def test_everything_under_a_reentrant_checkpoint_is_right_or_refused() -> None:

@@ -217,7 +217,8 @@ class Tape:
             self._ways.forget()
             raise UnsupportedModule(
                 f"module {owner!r} handed out a tensor computed from its parameters alone, and it met the records outside "
-                "the model's forward. Use it inside, and return one row per record."
+                "the model's forward, or in a part that is checkpointed with use_reentrant=True. Use it inside, return one "
+                "row per record, and checkpoint with use_reentrant=False."
             )
         else:
             found = [self._layout.dims(where, what, self.part.records) for where, what in places.items()]
