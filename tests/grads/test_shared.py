@@ -1,5 +1,6 @@
 """Parameters outside any known layer, against the oracle: tokens, positions, scales, attention, parametrisations."""
 
+import copy
 import random
 from collections.abc import Callable
 
@@ -361,6 +362,74 @@ def test_a_layer_used_at_several_lengths_agrees_with_the_oracle() -> None:
     for records in (1, 2, T):
         batch = torch.randn(records, T, D), torch.arange(records) % 3
         fast, slow = (which.clipped_sum(model, losses, batch) for which in (clipless, oracle))
+        assert relative_error(fast, slow) <= 1e-4
+
+
+def test_inputs_that_come_and_go_are_learned_each_way() -> None:
+    """A mask that is given or not, with as many positions as records: another structure is another layout."""
+
+    class Optional(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.table = nn.Linear(D, D), nn.Embedding(2, D)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            if mask is not None:
+                x = x + self.table(mask)
+            return self.head(self.inner(x).tanh().mean(1))
+
+    model = Optional()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    data = torch.utils.data.TensorDataset(torch.randn(T, T, D), torch.arange(T) % 3)
+    private = clipless.make_private(
+        model, optimizer, data, noise_multiplier=1e-9, delta=1e-5, batch_size=T, steps=4, clipping=clipless.auto_v()
+    )
+    mask = torch.tensor([0, 1, 0, 1])
+    for number, (x, y) in enumerate(private.loader):
+        given = mask if number % 2 else None
+        F.cross_entropy(model(x, given), y).backward()
+        optimizer.step()
+        found = {name: p.grad * T for name, p in model.named_parameters()}
+        plain = copy.deepcopy(model)
+        truth = oracle.clipped_sum(
+            plain, lambda m, b, given=given: F.cross_entropy(m(b[0], given), b[1], reduction="none"), (x, y), "auto-v"
+        )
+        assert relative_error(clipless.ClippedSum(found, truth.norms), truth) <= 1e-3
+    private.detach()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_weight_norm_of_the_old_kind_is_refused_by_name() -> None:
+    model = Wrapped(torch.nn.utils.weight_norm)
+    with pytest.raises(clipless.UnsupportedModule, match="'inner.weight_[gv]'.*(parametrizations|outside its module)"):
+        clipless.clipped_sum(model, losses, (torch.randn(5, T, D), torch.arange(5) % 3))
+
+
+def test_a_model_for_one_size_of_batch_is_refused() -> None:
+    class Fixed(Head):
+        def body(self, x: Tensor) -> Tensor:
+            return x.view(5, T, D)
+
+    with pytest.raises(clipless.UnsupportedModule, match="could not be run on another number of records"):
+        clipless.clipped_sum(Fixed(), losses, (torch.randn(5, T, D), torch.arange(5) % 3))
+
+
+def test_inputs_that_are_time_major_from_the_start_agree_with_the_oracle() -> None:
+    def transposed(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(module(batch[0].transpose(0, 1)), batch[1], reduction="none")
+
+    class TimeMajor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(D, 2), nn.Linear(D, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.attention(x, x, x)[0].mean(0))
+
+    model = TimeMajor()
+    for records in (2, 5):
+        batch = torch.randn(records, T, D), torch.arange(records) % 3
+        fast, slow = (which.clipped_sum(model, transposed, batch) for which in (clipless, oracle))
         assert relative_error(fast, slow) <= 1e-4
 
 

@@ -83,3 +83,25 @@ def shared_input(place: Place, shapes: Shapes, records: int) -> CliplessError:
         "positions.expand(len(x), -1)); split a batch with private.loader.microbatches(n), and use other data under "
         "torch.no_grad()."
     )
+
+
+def left_the_model(name: str) -> CliplessError:
+    return UnsupportedModule(
+        f"module {name!r} handed out a tensor computed from its parameters alone, and it met the records outside the "
+        "model's forward, or in a part that is checkpointed with use_reentrant=True. Use it inside, return one row per "
+        "record, and checkpoint with use_reentrant=False."
+    )
+
+
+def draws_at_random(name: str) -> CliplessError:
+    return UnsupportedModule(
+        f"module {name!r} has parameters of its own and draws random numbers (dropout) in its forward, so its gradient per "
+        "record cannot be computed again. Move the parameter into a small module of its own, or turn the randomness off."
+    )
+
+
+def not_its_own(parameter: str, module: nn.Module) -> CliplessError:
+    return UnsupportedModule(
+        f"parameter {parameter!r} is not one that {type(module).__name__} computes with in its own forward. For weight norm "
+        "and the like use torch.nn.utils.parametrizations."
+    )

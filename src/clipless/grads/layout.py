@@ -8,7 +8,7 @@ records, of which nothing is kept and which leave the random state as it was: wh
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import combinations, count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from clipless.errors import UnsupportedModule
 
 Shapes = tuple[torch.Size, ...]
 Dims = tuple[int | None, ...]
+Reading = dict[int, int]
 NOWHERE = -1
 OPERATION = ("operand", "result")
 
@@ -44,13 +45,11 @@ class Layout:
     results of a numbered operation with its parameters."""
 
     def __init__(self) -> None:
-        self.entries: set[str] = set()
         self._passes: list[dict[Place, Shapes]] = []
         self._sizes: list[int] = []
         self._dims: dict[Place, Dims] = {}
 
     def forget(self) -> None:
-        self.entries.clear()
         self.drop()
         self._dims.clear()
 
@@ -113,10 +112,16 @@ def _changed_dim(one: torch.Size, other: torch.Size, sizes: tuple[int, ...]) -> 
     return changed[0] if len(one) == len(other) and len(changed) == 1 else NOWHERE
 
 
+def signature(module: nn.Module, values: Any) -> object:
+    """In which way a module is called: another structure of inputs may lead to another layout."""
+    leaves, spec = pytree.tree_flatten(values)
+    ranks = tuple(leaf.dim() if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves)
+    return id(module), module.training, str(spec), ranks
+
+
 def telling_sizes(values: Any, module: nn.Module, records: int) -> tuple[int, int]:
     """Two small numbers of records that are no other size around: not in the inputs, not of a parameter."""
-    shapes = [shape[1:] if shape[:1] == (records,) else shape for shape in shapes_of(values)]
-    taken = {size for shape in shapes for size in shape}
+    taken = {size for shape in shapes_of(values) for size in shape if size != records or shape.count(size) > 1}
     taken |= {size for parameter in module.parameters() for size in parameter.shape}
     free = (number for number in count(2) if number not in taken)
     return next(free), next(free)
@@ -161,15 +166,30 @@ def _is_packed(value: Any) -> bool:
     return isinstance(value, PackedSequence)
 
 
-def resized(values: Any, records: int, target: int) -> Any:
-    """The structure with every tensor of `records` rows cut or repeated to `target` rows; their order is kept."""
+def readings(values: Any, records: int) -> Iterator[Reading]:
+    """Which tensors of the model's input carry records, and along which dimension: the likeliest reading first.
+
+    That is all tensors with a dimension of that size, the first such; then fewer, since a size may be a coincidence.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    found = {k: tensor.shape.index(records) for k, tensor in enumerate(tensors) if records in tensor.shape}
+    for number in range(len(found), 0, -1):
+        for chosen in combinations(found, number):
+            yield {k: found[k] for k in chosen}
+
+
+def resized(values: Any, reading: Reading, target: int) -> Any:
+    """The structure with its records cut or repeated to `target`, in the same order; of no records zeros are made."""
+    numbers = count()
 
     def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != records:
+        dim = reading.get(next(numbers)) if isinstance(leaf, Tensor) else None
+        if dim is None:
             return leaf
+        records = leaf.shape[dim]
         if records == 0:
-            return leaf.new_zeros(target, *leaf.shape[1:])
-        return leaf[torch.arange(target, device=leaf.device) * records // target]
+            return leaf.new_zeros(*leaf.shape[:dim], target, *leaf.shape[dim + 1 :])
+        return leaf.index_select(dim, torch.arange(target, device=leaf.device) * records // target)
 
     return pytree.tree_map(resize, values)
 

@@ -20,6 +20,9 @@ from clipless.grads.frames import (
     Frame,
     Part,
     by_size,
+    draws_at_random,
+    left_the_model,
+    not_its_own,
     own_parameters,
     put_back,
     refuse_foreign_rows,
@@ -28,13 +31,15 @@ from clipless.grads.frames import (
 )
 from clipless.grads.layout import (
     Dims,
-    Layout,
     Place,
+    Reading,
     Shapes,
     random_state,
     random_state_kept,
+    readings,
     resized,
     shapes_of,
+    signature,
     telling_sizes,
 )
 from clipless.grads.refusals import BufferGuard, refuse_module
@@ -59,8 +64,8 @@ class Tape:
         self._names = {module: name or "(model)" for name, module in model.named_modules()}
         self._own = self._owned_parameters(model)
         self._anchor = torch.zeros((), requires_grad=True)
-        self._layout = Layout()
-        self._ways = Ways(self._layout, self.rules)
+        self._ways = Ways(self.rules)
+        self._learned: dict[object, Ways] = {}
         self._buffers = BufferGuard(model)
         self._frames: list[Frame] = []
         self._calls: dict[str, int] = {}
@@ -122,8 +127,9 @@ class Tape:
         if self._paused:
             return None
         if self._probed:
+            refuse_module(module, self._names[module])
             self._frames.append(Frame(module, self._place(self._names[module]), armed=False))
-            self._layout.note(self._frames[-1].place, shapes_of((args, kwargs)))
+            self._ways.layout.note(self._frames[-1].place, shapes_of((args, kwargs)))
             if self._names[module] in self._ways.by_operation:
                 self._share(self._frames[-1])
             return None
@@ -143,29 +149,34 @@ class Tape:
         return changed
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, records: int) -> tuple[Any, Any]:
-        """At the outermost module: learn the layout once, and give an empty batch a row that no sum will ever see."""
+        """At the outermost module: learn the layout, once for each way in which it is called, and give an empty batch a row
+        that no sum will ever see."""
         refuse_foreign_rows((args, kwargs), records)
         refuse_packed(self._names[module], (args, kwargs))
         self._buffers.remember()
         if records == 0:
-            args, kwargs = resized((args, kwargs), 0, 1)
-        elif self._names[module] not in self._layout.entries:
-            sizes = telling_sizes((args, kwargs), module, records)
-            try:
-                self._ways.learn(lambda size: self._probe(module, args, kwargs, records, size), sizes)
-            except BaseException:
-                self._ways.forget()
-                raise
-            self._layout.entries.add(self._names[module])
-            self._buffers.refuse_changes()
+            args, kwargs = resized((args, kwargs), next(readings((args, kwargs), 0), {}), 1)
+        else:
+            self._ways = self._learned.setdefault(signature(module, (args, kwargs)), Ways(self.rules))
+            if not self._ways.learned:
+                self._learn(module, (args, kwargs), records)
+                self._buffers.refuse_changes()
         self._calls, self._operation_counts = {}, {}
         return args, kwargs
 
-    def _probe(self, module: nn.Module, args: Any, kwargs: Any, records: int, size: int) -> None:
+    def _learn(self, module: nn.Module, inputs: tuple[Any, Any], records: int) -> None:
+        def run(reading: Reading, size: int) -> None:
+            self._probe(module, resized(inputs, reading, size), size)
+
+        if not self._ways.learn(run, readings(inputs, records), telling_sizes(inputs, module, records)):
+            self._probe(module, inputs, records)  # shows the model's own error, if that was the trouble
+            raise self._ways.refusal()
+
+    def _probe(self, module: nn.Module, inputs: tuple[Any, Any], size: int) -> None:
         """One pass with another number of records, of which the hooks note the shapes and nothing is kept."""
-        some_args, some_kwargs = resized((args, kwargs), records, size)
+        some_args, some_kwargs = inputs
         depth, self._calls, self._operation_counts, self._probed = len(self._frames), {}, {}, size
-        self._layout.begin_pass(size)
+        self._ways.layout.begin_pass(size)
         try:
             with random_state_kept(module):
                 module(*some_args, **some_kwargs)
@@ -211,17 +222,13 @@ class Tape:
         places = {place: shapes, place._replace(side="result"): tuple(result.shape for result in results)}
         if self._probed:
             for where, what in places.items():
-                self._layout.note(where, what)
+                self._ways.layout.note(where, what)
             found = [by_size(what, self._probed) for what in places.values()]
-        elif self.part is None or not all(map(self._layout.knows, places)):
+        elif self.part is None or not all(map(self._ways.layout.knows, places)):
             self._ways.forget()
-            raise UnsupportedModule(
-                f"module {owner!r} handed out a tensor computed from its parameters alone, and it met the records outside "
-                "the model's forward, or in a part that is checkpointed with use_reentrant=True. Use it inside, return one "
-                "row per record, and checkpoint with use_reentrant=False."
-            )
+            raise left_the_model(owner)
         else:
-            found = [self._layout.dims(where, what, self.part.records) for where, what in places.items()]
+            found = [self._ways.layout.dims(where, what, self.part.records) for where, what in places.items()]
         return found[0], found[1]
 
     def _wrap(self, crossing: Crossing, outputs: list[Tensor]) -> tuple[Tensor, ...]:
@@ -238,7 +245,7 @@ class Tape:
     def _placed(self, place: Place, shapes: Shapes, records: int, enough: Callable[[Iterable[bool]], bool]) -> Dims:
         """Where the records lie in each of the tensors; refused if that is not enough to tell records apart."""
         try:
-            dims = self._layout.dims(place, shapes, records)
+            dims = self._ways.layout.dims(place, shapes, records)
             if not enough(dim is not None for dim in dims):
                 raise shared_input(place, shapes, records)
         except UnsupportedModule:
@@ -252,7 +259,7 @@ class Tape:
         frame = self._frames.pop()
         put_back(frame)
         if self._probed:
-            self._layout.note(frame.place._replace(side="output"), shapes_of(output, floating=True))
+            self._ways.layout.note(frame.place._replace(side="output"), shapes_of(output, floating=True))
             return None
         if not frame.armed or output is None:
             return None
@@ -262,7 +269,7 @@ class Tape:
         if not any(frame.armed for frame in self._frames):
             self._buffers.refuse_changes()
             if self.part is not None and self.part.records == 0:
-                output = resized(output, 1, 0)
+                output = resized(output, {k: 0 for k, shape in enumerate(shapes_of(output)) if shape[:1] == (1,)}, 0)
         return output
 
     def _tap(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -283,11 +290,7 @@ class Tape:
         """The generic rule computes a module again, which must give the same values."""
         now = random_state(frame.module) if frame.random_state else []
         if frame.random_state != now:
-            raise UnsupportedModule(
-                f"module {self._names[frame.module]!r} has parameters of its own and draws random numbers (dropout) in "
-                "its forward, so its gradient per record cannot be computed again. Move the parameter into a small "
-                "module of its own, or turn the randomness off."
-            )
+            raise draws_at_random(self._names[frame.module])
 
     def _call(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         own, turned_off = self._own[frame.module], set(map(id, frame.turned_off))
@@ -315,10 +318,7 @@ class Tape:
             self._paused = False
         for local, name in call.wanted.items():
             if local not in pieces:
-                raise UnsupportedModule(
-                    f"parameter {name!r} of {call.name!r} is not one that {type(call.module).__name__} computes with "
-                    "itself. For weight norm and the like use torch.nn.utils.parametrizations."
-                )
+                raise not_its_own(name, call.module)
             part.pieces.setdefault(name, []).append(pieces[local])
             if part.uses[name] == 1:
                 pieces[local].sq_norms  # noqa: B018  now, while the buffers are in the cache

@@ -1,8 +1,10 @@
 """Which way each module's parameters are handled: by its layer rule, operation by operation, or as a whole."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
-from clipless.grads.layout import Layout
+from clipless.errors import UnsupportedModule
+from clipless.grads.layout import Layout, Reading
 from clipless.grads.rules import LayerRule, generic
 
 
@@ -11,38 +13,66 @@ class Ways:
     taken operation by operation, unless its operations are not the same for every number of records, or cannot be
     traced: then it is computed again as a whole, record by record."""
 
-    def __init__(self, layout: Layout, rules: Mapping[str, LayerRule]) -> None:
+    def __init__(self, rules: Mapping[str, LayerRule]) -> None:
+        self.layout = Layout()
+        self.learned = False
+        self._trouble: Exception | None = None
         self.by_operation: set[str] = set()
         self._as_a_whole: set[str] = set()
-        self._layout, self._rules = layout, rules
+        self._rules = rules
 
-    def learn(self, probe: Callable[[int], None], sizes: tuple[int, int]) -> None:
-        """Run the model on two numbers of records until nothing new is learned from it."""
+    def learn(self, run: Callable[[Reading, int], None], readings: Iterable[Reading], sizes: tuple[int, int]) -> bool:
+        """Run the model on two numbers of records, by one reading of its input after the other until it can be run.
+
+        All or nothing is learned; False if it could not be run by any.
+        """
+        try:
+            self.learned = any(self._learn(partial(run, reading), sizes) for reading in readings)
+        finally:
+            if not self.learned:
+                self.forget()
+        return self.learned
+
+    def refusal(self) -> UnsupportedModule:
+        """What to say when nothing could be learned."""
+        return UnsupportedModule(
+            "the model could not be run on another number of records, so it cannot be told where they lie: "
+            f"{self._trouble}. Let it take batches of any size."
+        )
+
+    def _learn(self, probe: Callable[[int], None], sizes: tuple[int, int]) -> bool:
         without_rule = {name for name, rule in self._rules.items() if rule is generic}
         for _ in range(4):
             self.by_operation |= without_rule - self._as_a_whole
-            unstable = self._unstable(probe, sizes, without_rule)
-            fresh = (unstable - self._as_a_whole) | (self._without_records() - self.by_operation)
-            self._as_a_whole |= unstable
+            unstable = self._unstable(probe, sizes)
+            if unstable is None and without_rule <= self._as_a_whole:
+                self.forget()
+                return False
+            wrong = without_rule if unstable is None else unstable
+            fresh = (wrong - self._as_a_whole) | (self._without_records() - self.by_operation)
+            self._as_a_whole |= wrong
             self.by_operation = (self.by_operation | self._without_records()) - self._as_a_whole
             if not fresh:
                 break
+        return True
 
     def forget(self) -> None:
         """Learn anew: a pass was refused or interrupted, and what it showed may not hold for others."""
+        self.learned = False
         self.by_operation.clear()
         self._as_a_whole.clear()
-        self._layout.forget()
+        self.layout.forget()
 
-    def _unstable(self, probe: Callable[[int], None], sizes: tuple[int, int], without_rule: set[str]) -> set[str]:
-        """Modules that cannot be taken operation by operation; all of them if the model cannot be run at all."""
+    def _unstable(self, probe: Callable[[int], None], sizes: tuple[int, int]) -> set[str] | None:
+        """Modules that cannot be taken operation by operation; None if the model could not be run."""
+        self.layout.drop()
         try:
             for size in sizes:
                 probe(size)
-        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, NotImplementedError):
-            self._layout.drop()
-            return without_rule
-        return self._layout.settle()
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, NotImplementedError) as trouble:
+            self._trouble = trouble
+            return None
+        return self.layout.settle()
 
     def _without_records(self) -> set[str]:
-        return (self._layout.without_records() & self._rules.keys()) - self._as_a_whole
+        return (self.layout.without_records() & self._rules.keys()) - self._as_a_whole
