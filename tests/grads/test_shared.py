@@ -77,6 +77,14 @@ class BothWays(Positions):
         return x * self.table(tokens) + self.table(torch.arange(x.shape[1]))
 
 
+class PaddedBothWays(BothWays):
+    """As before, with row 0 for padding, which learns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, D, padding_idx=0)
+
+
 class Bias(Head):
     """A bias on attention scores by distance, added in place."""
 
@@ -201,6 +209,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "positions": Positions,
     "positions-normed": NormedPositions,
     "positions-and-tokens": BothWays,
+    "positions-and-padded-tokens": PaddedBothWays,
     "bias": Bias,
     "raw": Raw,
     "low-rank": LowRank,
@@ -431,6 +440,17 @@ def test_inputs_that_are_time_major_from_the_start_agree_with_the_oracle() -> No
         batch = torch.randn(records, T, D), torch.arange(records) % 3
         fast, slow = (which.clipped_sum(model, transposed, batch) for which in (clipless, oracle))
         assert relative_error(fast, slow) <= 1e-4
+
+
+def test_records_that_meet_in_an_operation_are_refused_by_name() -> None:
+    """Also where nothing before the operation has a gradient of its own, so that autograd would not notice."""
+
+    class Meeting(Raw):
+        def body(self, x: Tensor) -> Tensor:
+            return x * torch.einsum("btd,d->td", x, self.scale)
+
+    with pytest.raises(clipless.UnsupportedModule, match=r"'\(model\)' mixes the records.*Keep one row"):
+        clipless.clipped_sum(Meeting(), losses, (torch.randn(5, T, D), torch.arange(5) % 3))
 
 
 def test_a_shared_tensor_that_leaves_the_model_is_refused_by_name() -> None:

@@ -88,22 +88,18 @@ def _operation(func: Function, args: Any, kwargs: Any) -> Any:
     sizes = [leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)]
     owner = shared[0].roots[0].owner
     with torch._C.DisableTorchFunctionSubclass():
+        if torch.is_grad_enabled():
+            _refuse_in_place(func, owner)
         values = [leaf.value if isinstance(leaf, Shared) else leaf for leaf in leaves]
         result = _run(func, values, spec)
         outputs = differentiable(result)
         if not any(output.requires_grad for output in outputs):
             return result
-        _refuse_in_place(func, owner)
         dims, out_dims = operations.locate(owner, [*plain, *sizes], outputs)
-        if any(dim is not None for dim in out_dims):
+        if out_dims[0] is not None:
             detached = [leaf.value.detach() if isinstance(leaf, Shared) else leaf for leaf in leaves]
             crossing = Crossing(func, leaves, spec, dims, out_dims, len(plain))
             return _replaced(_run(func, detached, spec), lambda outs: operations.wrap(crossing, outs))
-    if any(tensor.requires_grad for tensor in plain):
-        raise UnsupportedModule(
-            f"module {owner!r} mixes its parameters with a tensor that was reduced over the records, so their gradients "
-            "cannot be told apart. Keep one row per record."
-        )
     roots = tuple({id(r): r for tensor in shared for r in tensor.roots}.values())
     return _replaced(result, lambda outs: tuple(Shared.of(out, roots, operations) for out in outs))
 
@@ -127,6 +123,18 @@ def _refuse_in_place(func: Function, owner: str) -> None:
             f"module {owner!r} uses its parameters in the in-place operation {name!r}, whose gradient cannot be told apart "
             f"by record. Use {name.rstrip('_')!r} and keep its result."
         )
+
+
+def refuse_mixing(owner: str, operands: list[Any], dims: Dims, out_dims: Dims) -> None:
+    """Every result has its records apart, or no operand has any and none was reduced over them before."""
+    apart = [dim is not None for dim in out_dims]
+    tensors = [(x, dim) for x, dim in zip(operands, dims, strict=True) if isinstance(x, Tensor)]
+    if all(apart) or not (any(apart) or any(dim is not None or x.requires_grad for x, dim in tensors)):
+        return
+    raise UnsupportedModule(
+        f"module {owner!r} mixes the records where they meet its parameters, so their gradients cannot be told apart. Keep "
+        "one row per record in every result."
+    )
 
 
 class Crossing:
@@ -222,7 +230,8 @@ def reduced(grads: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _linear(crossing: Crossing, tensors: list[Tensor], grad_output: Tensor) -> list[Piece] | None:
-    if not len(tensors) or tensors[0].dim() < 2:
+    args, _ = crossing.arguments([None] * len(crossing.shared), list(tensors), records=1)
+    if not args or args[0] is None or args[0].dim() < 2:
         return None
     acts, grads = positions(crossing.records_first(tensors)[0]), positions(grad_output)
     by_rank: dict[int, Piece] = {2: OuterProducts(acts, grads.to(acts.dtype)), 1: Instantiated(grads.sum(1))}
@@ -233,7 +242,8 @@ def _linear(crossing: Crossing, tensors: list[Tensor], grad_output: Tensor) -> l
 
 def _embedding(crossing: Crossing, tensors: list[Tensor], grad_output: Tensor) -> list[Piece] | None:
     args, kwargs = crossing.arguments([None] * len(crossing.shared), crossing.records_first(tensors), records=1)
-    if len(crossing.shared) != 1 or len(args) > 2 or any(kwargs.get(key) for key in ("padding_idx", "max_norm")):
+    plain_lookup = all(kwargs.get(name) is None for name in ("padding_idx", "max_norm"))
+    if len(crossing.shared) != 1 or len(args) > 2 or not plain_lookup:
         return None
     indices = args[0].flatten(1) if args[0].dim() > 1 else args[0].unsqueeze(1)
     return [Scattered(indices, grad_output.reshape(*indices.shape, -1), len(crossing.shared[0].value))]

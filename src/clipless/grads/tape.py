@@ -45,7 +45,7 @@ from clipless.grads.layout import (
 from clipless.grads.refusals import BufferGuard, refuse_module
 from clipless.grads.rules import LayerRule, Use, generic, rule_of
 from clipless.grads.rules.generic import differentiable
-from clipless.grads.shared import Crossing, Operations, Shared, root
+from clipless.grads.shared import Crossing, Operations, Shared, refuse_mixing, root
 from clipless.grads.tap import Call, Hook, Tap, refuse_stray
 from clipless.grads.ways import Ways
 
@@ -229,6 +229,7 @@ class Tape:
             raise left_the_model(owner)
         else:
             found = [self._ways.layout.dims(where, what, self.part.records) for where, what in places.items()]
+            refuse_mixing(owner, operands, *found)
         return found[0], found[1]
 
     def _wrap(self, crossing: Crossing, outputs: list[Tensor]) -> tuple[Tensor, ...]:
