@@ -1,9 +1,12 @@
 import itertools
 import json
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
 from clipless.accounting import ACCOUNTANTS, Ledger, Spent, StepEvent, epsilon
+from clipless.accounting.events import EVENTS, registered
 from clipless.errors import InvalidArgument, InvalidType
 
 PLAIN = StepEvent(0.01, 1.1)
@@ -70,6 +73,10 @@ def test_the_record_survives_json():
         {"events": [{"event": PLAIN.to_dict(), "count": 0}]},
         {"events": [{"count": 1}]},
         {"events": [1]},
+        {"events": [{"kind": "sneeze", "event": PLAIN.to_dict(), "count": 1}]},
+        {"events": [{"kind": None, "event": PLAIN.to_dict(), "count": 1}]},
+        {"events": [{"event": [1], "count": 1}]},
+        {"events": [{"event": PLAIN.to_dict(), "count": 1, "note": "free"}]},
     ],
 )
 def test_a_damaged_record_is_refused(record):
@@ -100,3 +107,55 @@ def test_the_repr_says_what_was_spent_and_warns_of_an_approximation():
 def test_spent_refuses_a_delta_that_means_nothing(delta):
     with pytest.raises(InvalidArgument, match="delta"):
         Ledger().spent(delta)
+
+
+@pytest.fixture
+def Lump(monkeypatch):
+    """An event that is no step, with a price that tells the delta it was given."""
+
+    @dataclass(frozen=True)
+    class Lump:
+        kind: ClassVar[str] = "lump"
+        price: float
+
+        def epsilon(self, delta, accountant):
+            return self.price + 1e4 * delta
+
+        def to_dict(self):
+            return {"price": self.price}
+
+        @classmethod
+        def from_dict(cls, record):
+            return cls(record["price"])
+
+    monkeypatch.setitem(EVENTS, "lump", Lump)
+    return Lump
+
+
+def test_other_events_are_added_with_equal_shares_of_delta(Lump):
+    ledger = filled(PLAIN, PLAIN, Lump(1.0), Lump(1.0), PLAIN, Lump(0.5))
+    spent = ledger.spent(1e-5)
+    share = 1e-5 / 4
+    assert spent.epsilon == pytest.approx(epsilon(1.1, 0.01, 3, share) + 2.5 + 3 * 1e4 * share, rel=1e-12)
+    assert (spent.delta, spent.steps, ledger.steps, len(ledger)) == (1e-5, 3, 3, 6)
+
+
+def test_other_events_alone_share_delta_among_themselves(Lump):
+    assert filled(Lump(1.0), Lump(2.0)).spent(1e-5).epsilon == pytest.approx(3.0 + 1e4 * 1e-5)
+    assert filled(Lump(1.0)).spent(1e-5).epsilon == 1.0 + 1e4 * 1e-5
+
+
+def test_other_events_survive_json_in_order(Lump):
+    ledger = filled(PLAIN, Lump(1.0), PLAIN)
+    again = Ledger.from_dict(json.loads(json.dumps(ledger.to_dict())))
+    assert again == ledger
+    assert [event.kind for event, _ in again.events] == ["step", "lump", "step"]
+
+
+def test_entries_without_a_kind_are_steps():
+    assert Ledger.from_dict({"events": [{"event": OTHER.to_dict(), "count": 7}]}) == filled(*[OTHER] * 7)
+
+
+def test_a_kind_is_registered_once():
+    with pytest.raises(InvalidArgument, match="registered already"):
+        registered(StepEvent)

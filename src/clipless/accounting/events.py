@@ -1,13 +1,53 @@
-"""What one step of private training releases, as data. The neighbouring relation is add-or-remove one record."""
+"""What private training releases, as data. The neighbouring relation is add-or-remove one record."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeVar
 
 import dp_accounting
 
 from clipless.accounting import checks
-from clipless.errors import InvalidArgument, InvalidType
+from clipless.errors import InvalidArgument, InvalidType, named
+
+
+class Event(Protocol):
+    """Something released that a ledger can hold: plain data under the name of its kind."""
+
+    kind: ClassVar[str]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, from which `from_dict` makes an equal event."""
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, object]) -> "Event":
+        """The event that `to_dict` wrote, every field checked."""
+
+
+class PricedEvent(Event, Protocol):
+    """An event that is no step of DP-SGD and knows its own price."""
+
+    def epsilon(self, delta: float, accountant: str) -> float:
+        """What this event alone costs at `delta`."""
+
+
+EVENTS: dict[str, type[Event]] = {}
+_E = TypeVar("_E", bound=Event)
+
+
+def registered(event: type[_E]) -> type[_E]:
+    """Class decorator: ledgers can hold events of this kind, and read them back."""
+    if event.kind in EVENTS:
+        raise InvalidArgument(f"events of kind {event.kind!r} are registered already: choose another kind.")
+    EVENTS[event.kind] = event
+    return event
+
+
+def event_from(kind: object, record: object) -> Event:
+    """The event of that kind that `to_dict` wrote."""
+    if not isinstance(record, Mapping):
+        raise InvalidArgument(f"the record of an event is a mapping of its fields, got {record!r}.")
+    return named("kind of event", kind, EVENTS).from_dict(record)
 
 
 def joint_multiplier(*multipliers: float) -> float:
@@ -58,6 +98,7 @@ def gradient_multiplier(total: float, statistic: float) -> float:
     return gradient
 
 
+@registered
 @dataclass(frozen=True)
 class StepEvent:
     """One step: a Poisson batch, its noised gradient sum, and the noised statistics of the same batch.
@@ -67,6 +108,8 @@ class StepEvent:
     >>> StepEvent(sample_rate=0.01, gradient_multiplier=3.0, statistic_multipliers=(4.0,)).noise_multiplier
     2.4
     """
+
+    kind: ClassVar[str] = "step"
 
     sample_rate: float
     gradient_multiplier: float

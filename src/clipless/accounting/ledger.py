@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from clipless.accounting import checks
 from clipless.accounting.accountants import accountant_named
-from clipless.accounting.events import StepEvent
+from clipless.accounting.events import EVENTS, Event, PricedEvent, StepEvent, event_from
 from clipless.errors import InvalidArgument, InvalidType
 
 
@@ -36,7 +37,7 @@ class Spent:
 
 
 class Ledger:
-    """An append-only record of released steps. It holds events, never epsilons.
+    """An append-only record of what was released. It holds events, never epsilons.
 
     >>> ledger = Ledger()
     >>> for _ in range(3):
@@ -50,31 +51,31 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._groups: list[tuple[StepEvent, int]] = []
+        self._groups: list[tuple[Event, int]] = []
 
-    def record(self, event: StepEvent) -> None:
-        """Write down one step. Call it before the step's result can be seen."""
-        if not isinstance(event, StepEvent):
-            raise InvalidType(f"a ledger records StepEvent objects, got {event!r}.")
+    def record(self, event: Event) -> None:
+        """Write down one event. Call it before its result can be seen."""
+        if EVENTS.get(getattr(event, "kind", "")) is not type(event):
+            raise InvalidType(f"a ledger records StepEvent objects and other registered events, got {event!r}.")
         self._append(event, 1)
 
-    def _append(self, event: StepEvent, count: int) -> None:
+    def _append(self, event: Event, count: int) -> None:
         if self._groups and self._groups[-1][0] == event:
             count += self._groups.pop()[1]
         self._groups.append((event, count))
 
     @property
-    def events(self) -> tuple[tuple[StepEvent, int], ...]:
-        """The steps in order, equal neighbours counted together."""
+    def events(self) -> tuple[tuple[Event, int], ...]:
+        """Everything in order, equal neighbours counted together."""
         return tuple(self._groups)
 
     @property
     def steps(self) -> int:
-        """How many steps were recorded."""
-        return sum(count for _, count in self._groups)
+        """How many steps were recorded; events of other kinds do not count."""
+        return sum(count for event, count in self._groups if isinstance(event, StepEvent))
 
     def __len__(self) -> int:
-        return self.steps
+        return sum(count for _, count in self._groups)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and self.events == other.events
@@ -85,24 +86,34 @@ class Ledger:
         return f"Ledger(steps={self.steps}, groups={len(self._groups)})"
 
     def spent(self, delta: float, accountant: str = "pld") -> Spent:
-        """Epsilon at `delta` of everything recorded so far; 0 for an empty ledger."""
+        """Epsilon at `delta` of everything recorded so far; 0 for an empty ledger.
+
+        Steps are composed by the accountant. Every event of another kind is one more part beside them, and the parts
+        are added up by basic composition: each gets an equal share of `delta`, and their epsilons are summed. That is
+        sound for any mixture, also when a later part was chosen by what an earlier one released.
+        """
         delta = checks.failure_probability(delta)
         chosen = accountant_named(accountant)
-        return Spent(chosen.epsilon(self.events, delta), delta, self.steps, chosen.name)
+        steps = [(event, count) for event, count in self._groups if isinstance(event, StepEvent)]
+        others = [(event, count) for event, count in self._groups if not isinstance(event, StepEvent)]
+        share = delta / max(1, bool(steps) + sum(count for _, count in others))
+        parts = [count * cast(PricedEvent, event).epsilon(share, chosen.name) for event, count in others]
+        return Spent(chosen.epsilon(steps, share) + sum(parts), delta, self.steps, chosen.name)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, from which `from_dict` makes an equal ledger."""
-        return {"events": [{"event": event.to_dict(), "count": count} for event, count in self._groups]}
+        return {"events": [{"kind": e.kind, "event": e.to_dict(), "count": count} for e, count in self._groups]}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, object]) -> "Ledger":
-        """The ledger that `to_dict` wrote."""
+        """The ledger that `to_dict` wrote; an entry without a kind is a step."""
         groups = record.get("events")
         if not isinstance(groups, list):
             raise InvalidArgument(f"a ledger has a list 'events', got the fields {sorted(record)}.")
         ledger = cls()
         for group in groups:
-            if not isinstance(group, Mapping) or set(group) != {"event", "count"}:
-                raise InvalidArgument(f"an entry of a ledger has the fields 'count' and 'event', got {group!r}.")
-            ledger._append(StepEvent.from_dict(group["event"]), checks.step_count(group["count"]))
+            if not isinstance(group, Mapping) or set(group) | {"kind"} != {"kind", "event", "count"}:
+                raise InvalidArgument(f"an entry of a ledger has the fields 'kind', 'event', 'count', got {group!r}.")
+            event = event_from(group.get("kind", StepEvent.kind), group["event"])
+            ledger._append(event, checks.step_count(group["count"]))
         return ledger
