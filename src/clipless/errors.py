@@ -36,6 +36,26 @@ class BudgetSpent(CliplessError, RuntimeError):
     """The planned number of private steps has been taken."""
 
 
+class DamagedFile(CliplessError, ValueError):
+    """A ledger or a checkpoint that is not what clipless wrote: damaged, cut short or edited."""
+
+
+class TornLedger(DamagedFile):
+    """A ledger whose last line is not whole, as a crash in the middle of a write leaves it."""
+
+
+class LedgerInUse(CliplessError, RuntimeError):
+    """Another process, or another run of this one, is writing this ledger."""
+
+
+class ReplayDiffers(CliplessError, RuntimeError):
+    """A repeated step does not release what it released before: the same noise would hide two different gradients."""
+
+
+class Interrupted(CliplessError, RuntimeError):
+    """Training was asked to stop, and stopped after a step with everything saved."""
+
+
 class Unsound(CliplessError, RuntimeError):
     """`clipless.check` found that the model, the loss or the engine breaks the declared sensitivity."""
 

@@ -24,7 +24,8 @@ class NoiseSource(Protocol):
     """Draws for the numbered steps of one run."""
 
     name: str
-    seed: int
+    seed: int | None
+    replayable: bool  # whether the same seed, stream and step give the same numbers again
 
     def normals(self, stream: str, step: int, templates: Iterable[Tensor]) -> Iterator[Tensor]:
         """Standard normal tensors, shaped and placed like the templates, independent of every other stream and step."""
@@ -41,13 +42,14 @@ class TorchNoise:
     """
 
     name = "torch"
+    replayable = True
 
     def __init__(self, seed: int | None = None) -> None:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise InvalidType(f"seed must be an integer or None, got {seed!r}.")
         if seed is not None and seed < 0:
             raise InvalidArgument(f"seed must not be negative, got {seed}.")
-        self.seed = secrets.randbits(128) if seed is None else seed
+        self.seed: int | None = secrets.randbits(128) if seed is None else seed
 
     def normals(self, stream: str, step: int, templates: Iterable[Tensor]) -> Iterator[Tensor]:
         values = [torch.empty(template.shape, device=template.device) for template in templates]
@@ -68,6 +70,7 @@ class TorchNoise:
         return torch.rand(size, generator=self._generator(stream, step, torch.device("cpu")), dtype=torch.float64)
 
     def _generator(self, stream: str, step: int, device: torch.device, chunk: int = 0) -> torch.Generator:
+        assert self.seed is not None
         sequence = np.random.SeedSequence([self.seed, STREAMS[stream], step, chunk])
         generator = torch.Generator(device)
         if device.type == "cpu":
