@@ -1,0 +1,191 @@
+"""Noise from a cryptographic generator, released on a grid: for results that are published.
+
+Every call takes a new 256-bit key from the operating system, draws from AES-256 in counter mode under it, and forgets
+it. So nothing is kept between calls: copies, pickles, threads and forked processes have no stream to share, a saved
+state holds no key, and no keystream is ever used twice. What rounding of floating-point numbers would tell of the true
+value is cut off: see docs/noise.md.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from clipless.errors import InvalidArgument
+from clipless.noise.source import Span, blocks, released_dtype, stream_number, usable
+from clipless.noise.threads import share
+
+# Numbers made under one counter range. Half of it stays below the size at which torch starts threads of its own, and
+# all its buffers within a core's cache.
+BLOCK = 2**15
+Floats = npt.NDArray[np.float64]
+Bytes = npt.NDArray[np.uint8]
+Keystream = Callable[[Bytes, int], None]
+GRID_BITS = 10
+# For one pair of normals: 63 and 32 random bits for the radius, 64 for the angle.
+PAIR_BYTES = 20
+_ZEROS = memoryview(bytes(PAIR_BYTES * BLOCK // 2))
+
+
+class SecureNoise:
+    """AES-256 in counter mode under a key of the operating system, new for every call. It has no seed and no state.
+
+    The step's number decides nothing: asked twice for the same step it gives fresh numbers.
+    """
+
+    name = "secure"
+    replayable = False
+    __slots__ = ()
+
+    def __init__(self, seed: int | None = None) -> None:
+        if seed is not None:
+            raise InvalidArgument(
+                "noise='secure' takes no seed: noise that can be repeated can be subtracted. Leave seed unset, or use "
+                "noise='torch' for runs that must repeat."
+            )
+        _keystreams()
+
+    @property
+    def seed(self) -> int | None:
+        return None
+
+    @seed.setter
+    def seed(self, seed: int | None) -> None:
+        SecureNoise(seed)
+
+    def normals(self, stream: str, step: int, templates: Iterable[Tensor]) -> Iterator[Tensor]:
+        wanted = list(templates)
+        values = [torch.empty(template.shape) for template in wanted]
+        flat = [value.view(-1).numpy() for value in values]
+
+        def write(span: Span, noise: Floats) -> None:
+            flat[span.tensor][span.start : span.stop] = noise
+
+        _draw(stream, map(len, flat), write)
+        return (value.to(template.device) for value, template in zip(values, wanted, strict=True))
+
+    def release(self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> Iterator[Tensor]:
+        """The noised values, rounded to multiples of `grid(stddev)`: a grid that the values have no part in."""
+        outs = [torch.empty(value.shape, dtype=released_dtype(value)) for value in values]
+        flat = [out.view(-1).numpy() for out in outs]
+        sums = [value.detach().to("cpu", released_dtype(value)).reshape(-1).numpy() for value in values]
+        scales = [(stddev, grid(stddev)) for _, stddev in zip(values, usable(stddevs), strict=True)]
+
+        def write(span: Span, noise: Floats) -> None:
+            part = slice(span.start, span.stop)
+            stddev, step = scales[span.tensor]
+            noise *= stddev
+            noise += sums[span.tensor][part]
+            noise *= 1 / step
+            np.rint(noise, out=noise)
+            np.multiply(noise, step, out=flat[span.tensor][part], casting="same_kind")
+
+        _draw(stream, map(len, flat), write)
+        return (out.to(value.device) for out, value in zip(outs, values, strict=True))
+
+    def uniform(self, stream: str, step: int, size: int) -> Tensor:
+        stream_number(stream)
+        keystream = _keystreams()(0)
+        words = np.empty(BLOCK + 2, np.uint64)
+        values = np.empty(size)
+        for start in range(0, size, BLOCK):
+            part = values[start : start + BLOCK]
+            keystream(words.view(np.uint8), 8 * len(part))
+            np.multiply(words[: len(part)] >> np.uint64(11), 2.0**-53, out=part)
+        return torch.from_numpy(values)
+
+
+def grid(stddev: float) -> float:
+    """The step of the grid for noise of that size: a power of two, from stddev/2048 to stddev/1024.
+
+    Rounding to it raises the noise's variance by less than one part in ten million.
+
+    >>> grid(1.0), grid(3.0)
+    (0.0009765625, 0.001953125)
+    """
+    return math.ldexp(0.5, math.frexp(stddev)[1] - GRID_BITS)
+
+
+def _draw(stream: str, sizes: Iterable[int], write: Callable[[Span, Floats], None]) -> None:
+    """Hand float64 normals, span by span, to `write`, which may overwrite them; from several threads at once."""
+    stream_number(stream)
+    keystreams = _keystreams()
+
+    def work(numbered: Iterator[tuple[int, list[Span]]]) -> None:
+        draw = _Normals()
+        for number, block in numbered:
+            noise = draw(keystreams(number), sum(stop - start for _, start, stop in block))
+            done = 0
+            for span in block:
+                count = span.stop - span.start
+                write(span, noise[done : done + count])
+                done += count
+
+    share(list(enumerate(blocks(sizes, BLOCK))), work)
+
+
+class _Normals:
+    """The Box-Muller transform in float64, in buffers that are used again for every block.
+
+    The radius comes from a uniform number of 95 bits, so it reaches 11.4; with 32 bits it would end at 6.7, with 53 at
+    8.6. No number is rejected, so the time taken does not depend on them.
+    """
+
+    def __init__(self) -> None:
+        pairs = BLOCK // 2
+        self._bytes = np.empty(PAIR_BYTES * pairs + 16, np.uint8)
+        self._radius, self._angle = np.empty(pairs), np.empty(pairs)
+        self._normals = np.empty(2 * pairs)
+
+    def __call__(self, keystream: Keystream, count: int) -> Floats:
+        pairs = (count + 1) // 2
+        keystream(self._bytes, PAIR_BYTES * pairs)
+        coarse, turn = self._bytes[: 16 * pairs].view(np.int64).reshape(2, pairs)
+        fine = self._bytes[16 * pairs : PAIR_BYTES * pairs].view(np.uint32)
+        radius, angle = self._radius[:pairs], self._angle[:pairs]
+        cosine, sine = self._normals[:pairs], self._normals[pairs : 2 * pairs]
+
+        # A uniform number from 2**-95 to 1: 63 bits, and 32 more with the last one set, so that it is never 0.
+        coarse &= 2**63 - 1
+        fine |= 1
+        np.multiply(coarse, 2.0**-63, out=radius)
+        np.multiply(fine, 2.0**-95, out=angle)
+        radius += angle
+        # torch for the functions that it computes twice as fast as numpy.
+        torch.log(torch.from_numpy(radius), out=torch.from_numpy(radius))
+        radius *= -2
+        np.sqrt(radius, out=radius)
+        np.multiply(turn, math.pi * 2.0**-63, out=angle)
+        torch.cos(torch.from_numpy(angle), out=torch.from_numpy(cosine))
+        torch.sin(torch.from_numpy(angle), out=torch.from_numpy(sine))
+        cosine *= radius
+        sine *= radius
+        return self._normals[:count]
+
+
+def _keystreams() -> Callable[[int], Keystream]:
+    """Keystreams under one new key, by number; each writes its next bytes into a buffer that has 16 to spare."""
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import CTR
+    except ImportError as missing:
+        raise InvalidArgument(
+            "noise='secure' needs the package cryptography, which cannot be imported: pip install cryptography, or use "
+            "noise='torch'."
+        ) from missing
+    key = AES(os.urandom(32))
+
+    def keystream(number: int) -> Keystream:
+        cipher = Cipher(key, CTR(number.to_bytes(8) + bytes(8))).encryptor()
+
+        def write(buffer: Bytes, count: int) -> None:
+            cipher.update_into(_ZEROS[:count], buffer.data)
+
+        return write
+
+    return keystream

@@ -1,0 +1,86 @@
+"""What a noise source promises, and how the numbers of a release are laid out."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from clipless.errors import InvalidArgument, named
+
+STREAMS = {"gradient": 1, "statistic": 2, "sample": 3}
+
+
+class NoiseSource(Protocol):
+    """Draws for the numbered steps of one run.
+
+    A replayable source is a pure function of its seed, the stream and the step: asked again, it gives the same numbers.
+    One that is not has no seed (None) and gives fresh numbers at every call, so a step that is taken again after an
+    interruption is a further release.
+    """
+
+    name: str
+    replayable: bool
+    seed: int | None
+
+    def normals(self, stream: str, step: int, templates: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Standard normal float32 tensors, shaped and placed like the templates, independent of every other stream and
+        step. To publish a value use `release`, which also guards its last bits where the source promises that."""
+
+    def release(self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> Iterator[Tensor]:
+        """New tensors, each value plus normal noise of its standard deviation, in the value's type or float32 if that
+        is finer. The values are left as they are."""
+
+    def uniform(self, stream: str, step: int, size: int) -> Tensor:
+        """`size` numbers, uniform on [0, 1), with 53 random bits each."""
+
+
+class Span(NamedTuple):
+    """Consecutive elements of one flattened tensor."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+def blocks(sizes: Iterable[int], length: int) -> list[list[Span]]:
+    """The elements of all tensors, laid end to end and cut into blocks of `length`, the last one shorter.
+
+    >>> [[tuple(span) for span in block] for block in blocks([3, 0, 6], 4)]
+    [[(0, 0, 3), (2, 0, 1)], [(2, 1, 5)], [(2, 5, 6)]]
+    """
+    cut: list[list[Span]] = []
+    room = 0
+    for tensor, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            if not room:
+                cut.append([])
+                room = length
+            stop = min(size, start + room)
+            cut[-1].append(Span(tensor, start, stop))
+            room -= stop - start
+            start = stop
+    return cut
+
+
+def stream_number(stream: str) -> int:
+    """The number of a stream, or the error that lists them."""
+    return named("stream", stream, STREAMS)
+
+
+def usable(stddevs: Sequence[float]) -> Sequence[float]:
+    """The standard deviations, if each would hide something."""
+    for stddev in stddevs:
+        if not 0 < stddev < math.inf:
+            raise InvalidArgument(
+                f"noise of standard deviation {stddev} was asked for: it must be positive and finite. Raise the "
+                "clipping threshold or the noise multiplier that it comes from."
+            )
+    return stddevs
+
+
+def released_dtype(value: Tensor) -> torch.dtype:
+    """The type of a release: the value's own, at least float32."""
+    return torch.promote_types(value.dtype, torch.float32)
