@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipless.accounting import ACCOUNTANTS, StepEvent, gradient_multiplier, scheduled_epsilon, scheduled_multiplier
+from clipless.accounting import (
+    ACCOUNTANTS,
+    Ledger,
+    StepEvent,
+    gradient_multiplier,
+    scheduled_epsilon,
+    scheduled_multiplier,
+)
 from clipless.clipping import Clipping
 from clipless.errors import InvalidArgument, named, whole
 from clipless.partition import Partition
@@ -74,6 +81,14 @@ class PrivacyPlan:
         statistics = () if self.statistic_multiplier is None else (self.statistic_multiplier,)
         relative = relative_noise(self.clipping.policy.noise_schedule(self.steps), step)
         return StepEvent(self.sample_rate, relative * self.gradient_multiplier, statistics)
+
+    def planned(self) -> Ledger:
+        """What all planned steps together release."""
+        ledger, step = Ledger(), 0
+        for _, count in self.clipping.policy.noise_schedule(self.steps):
+            ledger.record(self.event(step), count)
+            step += count
+        return ledger
 
     def stddevs(self, step: int, thresholds: Tensor) -> Tensor:
         """Standard deviation of the noise on each group's sum, [G,1], in that step and at these thresholds."""

@@ -1,25 +1,38 @@
 """make_private: the one place where the parts meet, and one private step from top to bottom."""
 
+import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import RemovableHandle
 
 from clipless.accounting import Ledger, Spent
+from clipless.accounting.journal import Journal
+from clipless.checkpoint import capture, read_checkpoint
 from clipless.clipping import Clipping, as_clipping
 from clipless.errors import BudgetSpent, InvalidArgument, InvalidType, Misuse
+from clipless.fingerprint import fingerprint
 from clipless.grads import Engine
 from clipless.noise import NoiseSource, noise_source
 from clipless.partition import partition
 from clipless.plan import PrivacyPlan, make_plan
 from clipless.preflight import refuse_unsound
+from clipless.refusals import (
+    refuse_arguments,
+    refuse_changed_parameters,
+    refuse_incomplete,
+    refuse_optimizer,
+    refuse_other_optimizers,
+    refuse_other_plan,
+    trainable,
+)
 from clipless.sampling import Batch, Fetcher, PoissonSampler, PrivateLoader, fetcher, source_of
 from clipless.thresholds.history import History
 
@@ -53,8 +66,8 @@ def make_private(
     If anything is refused, nothing has been changed.
     """
     data, own_batch_size, settings = source_of(dataset)
-    parameters = _trainable(model)
-    _refuse_optimizer(optimizer, parameters)
+    parameters = trainable(model)
+    refuse_optimizer(optimizer, parameters)
     for thing in (*model.modules(), optimizer):
         if thing in _ATTACHED:
             raise Misuse("this model or optimizer is private already: call detach() on its Private object first.")
@@ -107,6 +120,7 @@ class Private:
         self._allow_overspend = allow_overspend
         self._batch: Batch | None = None
         self._statistic: Tensor | None = None
+        self._journal: Journal | None = None
         self._policy_state = plan.clipping.policy.init(plan.setting)
         self._engine = Engine(model, plan.groups, self._factors)
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate)
@@ -118,6 +132,11 @@ class Private:
     def epochs(self) -> int:
         """Passes over `loader` in the plan."""
         return self.plan.steps // self.plan.steps_per_pass
+
+    @property
+    def steps_taken(self) -> int:
+        """Steps behind the present weights: all that are recorded, less those that a resumed run has yet to repeat."""
+        return self.ledger.steps - (self._journal.pending if self._journal else 0)
 
     @property
     def thresholds(self) -> Tensor:
@@ -137,13 +156,17 @@ class Private:
             handle.remove()
         self._handles.clear()
         self._batch = None
+        if self._journal:
+            self._journal.close()
         _ATTACHED.difference_update(self._engine.tape.modules)
         _ATTACHED.discard(self._optimizer)
 
     def _attach(self) -> None:
         self._engine.tape.attach()
         self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
-        everywhere = register_optimizer_step_pre_hook(_refuse_other_optimizers(self))
+        everywhere = register_optimizer_step_pre_hook(
+            refuse_other_optimizers(weakref.ref(self._optimizer), self._engine.tape.parameters)
+        )
         weakref.finalize(self, everywhere.remove)
         self._handles.append(everywhere)
         _ATTACHED.update(self._engine.tape.modules)
@@ -155,12 +178,12 @@ class Private:
         """Steps until the budget is spent, None if overspending is allowed; raises `BudgetSpent` when there are none."""
         if self._allow_overspend:
             return None
-        if self.ledger.steps >= self.plan.steps:
+        if self.steps_taken >= self.plan.steps:
             raise BudgetSpent(
                 f"all {self.plan.steps} planned steps are taken: {self.spent()}. Plan more steps from the start, or pass "
                 "allow_overspend=True to go on at a higher epsilon."
             )
-        return self.plan.steps - self.ledger.steps
+        return self.plan.steps - self.steps_taken
 
     def open_batch(self, batch: Batch) -> None:
         """A new logical batch begins."""
@@ -193,17 +216,22 @@ class Private:
         return self.plan.clipping.rule(norms, policy.thresholds(self._policy_state).to(norms))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Turn the clipped sum into the private gradient that the optimizer reads."""
+        """Turn the clipped sum into the private gradient that the optimizer reads: noised, recorded, then shown."""
         self._refuse_step(args, kwargs)
-        step = self.ledger.steps
-        self.ledger.record(self.plan.event(step))
-        self._release_gradient(step)
-        self._release_statistic(step)
+        step = self.steps_taken
+        gradients = self._noised_gradients(step)
+        statistic = self._noised_statistic(step)
+        self._record(step, gradients, statistic)
+        for name, parameter in self._engine.tape.parameters.items():
+            parameter.grad = gradients[name] if parameter.requires_grad else None
+        self._policy_state = self.plan.clipping.policy.update(self._policy_state, statistic, self.plan.setting)
+        self.history.append(self._policy_state, statistic)
         self._engine.clear()
-        self._batch = None
+        self._batch = self._statistic = None
 
-    def _release_gradient(self, step: int) -> None:
-        sums, parameters = self._engine.sums, self._engine.tape.parameters
+    def _noised_gradients(self, step: int) -> dict[str, Tensor]:
+        """The clipped sum with noise, over the expected batch, for each parameter."""
+        sums, parameters, gradients = self._engine.sums, self._engine.tape.parameters, {}
         thresholds = self.plan.clipping.policy.thresholds(self._policy_state)
         stddevs = self.plan.stddevs(step, thresholds).flatten().tolist()
         noises = self._source.normals("gradient", step, parameters.values())
@@ -211,56 +239,86 @@ class Private:
             total = noise.mul_(stddevs[self.plan.groups.group_of[name]])
             if name in sums:
                 total = total.to(sums[name].dtype).add_(sums[name])
-            private_gradient = total.div_(self.plan.expected_batch).to(parameter.dtype)
-            parameter.grad = private_gradient if parameter.requires_grad else None
+            gradients[name] = total.div_(self.plan.expected_batch).to(parameter.dtype)
+        return gradients
 
-    def _release_statistic(self, step: int) -> None:
-        """Noise the statistic, let the policy set the next thresholds from it, and keep what was released."""
-        policy, released = self.plan.clipping.policy, None
-        if self.plan.statistic_multiplier is not None:
-            if self._statistic is None:
-                self._factors(torch.zeros(len(self.plan.groups), 0))
-            assert self._statistic is not None
-            (noise,) = self._source.normals("statistic", step, [self._statistic])
-            released = self._statistic + self.plan.statistic_multiplier * noise
-        self._statistic = None
-        self._policy_state = policy.update(self._policy_state, released, self.plan.setting)
-        self.history.append(self._policy_state, released)
+    def _noised_statistic(self, step: int) -> Tensor | None:
+        """The batch's statistic with noise; None if the policy needs none."""
+        if self.plan.statistic_multiplier is None:
+            return None
+        if self._statistic is None:
+            self._factors(torch.zeros(len(self.plan.groups), 0))
+        assert self._statistic is not None
+        (noise,) = self._source.normals("statistic", step, [self._statistic])
+        return self._statistic + self.plan.statistic_multiplier * noise
+
+    def _record(self, step: int, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> None:
+        """Write the step down, on disk if there is a ledger file. A repeated step must be the one written there."""
+        event = self.plan.event(step)
+        if self._journal:
+            released = [*gradients.values(), *([] if statistic is None else [statistic])]
+            if not self._journal.record(event, fingerprint(released)):
+                return
+        self.ledger.record(event)
 
     def _refuse_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(argument not in (None, self._optimizer) for argument in (*args, *kwargs.values())):
-            raise Misuse("step(closure) would evaluate the loss again after the noise: call step() without arguments.")
-        if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
-            raise Misuse(
-                "a gradient scaler would scale the gradients and not the noise: train without GradScaler (bfloat16 needs "
-                "none)."
-            )
+        refuse_arguments(self._optimizer, args, kwargs)
         self.steps_left()
-        if self._batch is None:
-            raise Misuse("step() without a batch: take one from private.loader, backward() its loss, then step() once.")
-        if self._engine.seen != self._batch.records:
-            done = "some" if self._engine.seen else "none"
-            raise Misuse(
-                f"step() without its backward(): {done} of the batch's records went through backward(). Call "
-                "loss.backward() on the model's output for the whole batch, or for every micro-batch, before step(). If "
-                "you did, the model's hooks were removed or its output detached."
-            )
+        refuse_incomplete(self._engine.seen, None if self._batch is None else self._batch.records)
         if not self._engine.tape.intact():
             raise Misuse("the model's hooks were removed: call detach() and make_private anew.")
         self._engine.tape.restore()
-        self._refuse_changed_parameters()
+        refuse_changed_parameters(self._model, self._optimizer, self._engine.tape.parameters)
 
-    def _refuse_changed_parameters(self) -> None:
-        known = {id(p) for p in self._engine.tape.parameters.values()}
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
-                raise Misuse(f"parameter {name!r} became trainable after make_private: freeze it, or attach anew.")
-        if any(
-            id(p) not in known for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad
-        ):
-            raise Misuse("the optimizer got parameters that are not private: add them before make_private.")
+    # State, in memory and on disk.
 
-    # State.
+    def save_to(self, path: str | Path) -> None:
+        """From now on write every event to this ledger file, which must not exist yet, before its result can be seen.
+
+        Steps already taken are written first. `clipless report` reads the file; docs/ledger.md tells what it promises.
+        """
+        if self._journal:
+            raise Misuse(f"the ledger is on disk already, in {self._journal.path}: a run has one ledger.")
+        plan = self.plan
+        self._journal = Journal.create(
+            Path(path), plan.delta, plan.accountant, plan.planned(), plan.to_dict(), past=self.ledger
+        )
+
+    def save_checkpoint(self, path: str | Path, extra: Any = None) -> None:
+        """Write weights, optimizer, random states, `extra` and the run's state to one file, in one move.
+
+        `extra` may hold tensors and plain values, such as a scheduler's state_dict(). The file holds the seed of the
+        noise: keep it as secret as the data. Needs a ledger on disk (`save_to`), which belongs to the checkpoint.
+        """
+        if self._journal is None or not self._handles:
+            raise Misuse("a checkpoint needs its ledger on disk: call save_to(path) first, and save before detach().")
+        place = (self._journal.run, self._journal.position, self._journal.head)
+        state = self.state_dict()
+        capture(Path(path), self._journal.path, place, self._model, self._optimizer, state, extra).write(Path(path))
+
+    def load_checkpoint(self, path: str | Path, *, ledger: str | Path | None = None, reseed: bool = False) -> Any:
+        """Go on from a checkpoint, in a fresh `make_private` with the same arguments, and return its `extra`.
+
+        The ledger is taken from where it lay beside the checkpoint, or from `ledger`. Steps that were taken after the
+        checkpoint are repeated at no cost, and each must release what it released before. With `reseed`, or a noise
+        source that cannot repeat itself, they stay counted and the run goes on with new noise, ending that much earlier.
+        If anything is refused, nothing has been changed.
+        """
+        self._refuse_unless_fresh()
+        saved = read_checkpoint(Path(path))
+        refuse_other_plan(saved.private, self.plan.to_dict())
+        saved.refuse_unfit(self._model, self._optimizer)
+        where = saved.ledger_path(Path(path)) if ledger is None else Path(ledger)
+        journal, found = Journal.resume(where, saved.run, saved.position, saved.head)
+        saved.restore(self._model, self._optimizer)
+        self.load_state_dict(saved.private)
+        repeats = self._source.replayable and not reseed
+        if not repeats:
+            journal.give_up_pending(found)
+            self._source.seed = secrets.randbits(128) if self._source.replayable else None
+        self.ledger = found.recorded() if repeats else found.ledger()
+        self._journal = journal
+        return saved.extra
 
     def state_dict(self) -> dict[str, Any]:
         """What the run needs to go on later. It holds the seed of the noise: keep it as secret as the data."""
@@ -276,73 +334,19 @@ class Private:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, with weights and optimizer restored by the caller. The plan must be the same."""
-        if self._batch is not None or self.ledger.steps:
-            raise Misuse("load_state_dict() after training began: load into a fresh make_private.")
-        expected = {"plan", "ledger", "policy", "history", "draws", "seed"}
-        if not isinstance(state, dict) or expected - state.keys():
-            missing = sorted(expected - state.keys()) if isinstance(state, dict) else sorted(expected)
-            raise InvalidArgument(f"not a state of a private run: {', '.join(missing)} is missing.")
-        if state["plan"] != self.plan.to_dict():
-            changed = [key for key, value in self.plan.to_dict().items() if state["plan"].get(key) != value]
-            raise InvalidArgument(f"the saved state belongs to another plan (different: {', '.join(changed)}).")
+        """Go on from a saved state, with weights and optimizer restored by the caller. The plan must be the same.
+
+        Never go on twice from one state: the same noise would hide two different gradients. `load_checkpoint` sees to
+        that, with a ledger on disk.
+        """
+        self._refuse_unless_fresh()
+        refuse_other_plan(state, self.plan.to_dict())
         self.ledger = Ledger.from_dict(state["ledger"])
         self._policy_state = {name: value.clone() for name, value in state["policy"].items()}
         self.history = History.from_state_dict(state["history"])
         self.loader.draws = state["draws"]
         self._source.seed = state["seed"]
 
-
-def _trainable(model: object) -> dict[str, nn.Parameter]:
-    if not isinstance(model, nn.Module):
-        raise InvalidType(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not parameters:
-        raise InvalidArgument("the model has no trainable parameter: set requires_grad_(True) on what should learn.")
-    for name, parameter in parameters.items():
-        if isinstance(parameter, UninitializedParameter):
-            raise InvalidArgument(f"parameter {name!r} has no shape yet: run the model on one example first.")
-        if not parameter.is_floating_point():
-            raise InvalidType(
-                f"parameter {name!r} is {parameter.dtype}: only real floating-point parameters are supported."
-            )
-    return parameters
-
-
-def _refuse_optimizer(optimizer: object, parameters: dict[str, nn.Parameter]) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise InvalidType(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-    if isinstance(optimizer, LBFGS | SparseAdam):
-        raise InvalidArgument(
-            f"{type(optimizer).__name__} cannot use a private gradient (it re-evaluates a closure, or wants sparse "
-            "gradients, and noise is dense): take SGD, Adam or another optimizer of one dense gradient per step."
-        )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    missing = [name for name, p in parameters.items() if id(p) not in held]
-    if missing:
-        raise InvalidArgument(
-            f"the optimizer does not hold the trainable parameter {missing[0]!r} (and {len(missing) - 1} more): give it "
-            "model.parameters(), or freeze with requires_grad_(False) what should not learn."
-        )
-    if held - {id(p) for p in parameters.values()}:
-        raise InvalidArgument(
-            "the optimizer holds parameters that are not the model's: their gradients would be in clear."
-        )
-
-
-def _refuse_other_optimizers(private: Private) -> Callable[[Optimizer, Any, Any], None]:
-    """A hook on every optimizer: one that steps this model's parameters in place of the private one is refused."""
-    watched = weakref.ref(private)
-
-    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        owner = watched()
-        if owner is None or optimizer is owner._optimizer:
-            return
-        own = {id(p) for p in owner._engine.tape.parameters.values()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise Misuse(
-                "another optimizer steps the parameters of a private model: step the optimizer given to make_private, or "
-                "detach() and attach the new one."
-            )
-
-    return refuse
+    def _refuse_unless_fresh(self) -> None:
+        if self._batch is not None or self.ledger.steps or self._journal:
+            raise Misuse("load_state_dict() after training began: load into a fresh make_private.")

@@ -91,7 +91,7 @@ class PrivateLoader:
         self._passes += 1
         number = self._passes
         schedule = _Schedule(self._sampler, self.draws, steps, part_size)
-        fetched = self._fetch(schedule.filled())
+        fetched = self._fetch(schedule.filled(), self.draws)
         for _ in range(steps):
             if number != self._passes:
                 raise Misuse(
@@ -161,7 +161,7 @@ class _Schedule:
 class Fetcher(Protocol):
     """Turns record numbers into collated data."""
 
-    def __call__(self, parts: Iterator[Tensor]) -> Iterator[Any]: ...
+    def __call__(self, parts: Iterator[Tensor], first_draw: int) -> Iterator[Any]: ...
 
     def empty(self) -> Any:
         """A batch without records, of the same structure."""
@@ -173,7 +173,7 @@ class MemoryFetcher:
     def __init__(self, rows: Callable[[Tensor], Any]) -> None:
         self._rows = rows
 
-    def __call__(self, parts: Iterator[Tensor]) -> Iterator[Any]:
+    def __call__(self, parts: Iterator[Tensor], first_draw: int) -> Iterator[Any]:
         return map(self._rows, parts)
 
     def empty(self) -> Any:
@@ -187,9 +187,14 @@ class DataLoaderFetcher:
         self._dataset = dataset
         self._collate = settings.get("collate_fn") or default_collate
         self._feed = _Feed()
-        self._loader = DataLoader(dataset, batch_sampler=self._feed, **settings)
+        self._generator = torch.Generator()
+        own = {"generator": settings.get("generator") or self._generator}
+        self._loader = DataLoader(dataset, batch_sampler=self._feed, **{**settings, **own})
 
-    def __call__(self, parts: Iterator[Tensor]) -> Iterator[Any]:
+    def __call__(self, parts: Iterator[Tensor], first_draw: int) -> Iterator[Any]:
+        """A DataLoader draws the seed of its workers when a pass begins. From the global generator, that would change the
+        dropout of a run that is resumed in the middle of a pass."""
+        self._generator.manual_seed((torch.initial_seed() + first_draw) % 2**63)
         self._feed.parts = parts
         return iter(self._loader)
 

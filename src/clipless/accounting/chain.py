@@ -53,11 +53,16 @@ class LedgerFile:
         """The hash of the ledger when it had so many events."""
         return self.entries[position - 1].hash if position else self.start
 
-    def ledger(self) -> Ledger:
-        """Everything recorded, and one planned step more for a torn line: what it was going to say is not known."""
+    def recorded(self) -> Ledger:
+        """Everything in whole lines."""
         ledger = Ledger()
         for entry in self.entries:
             ledger.record(entry.event)
+        return ledger
+
+    def ledger(self) -> Ledger:
+        """Everything recorded, and one planned step more for a torn line: what it was going to say is not known."""
+        ledger = self.recorded()
         if self.torn:
             ledger.record(self.planned_step(ledger.steps))
         return ledger

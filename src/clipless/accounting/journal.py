@@ -33,6 +33,7 @@ class Journal:
         self.path, self.run = path, found.run
         self.position, self.head = position, found.hash_at(position)
         self._pending = deque(found.entries[position:])
+        self._pending_steps = sum(isinstance(entry.event, StepEvent) for entry in self._pending)
         self._torn = found.torn
         self._descriptor = descriptor
         self._closed = weakref.finalize(self, os.close, descriptor)
@@ -93,7 +94,7 @@ class Journal:
     @property
     def pending(self) -> int:
         """Steps that are recorded and still to be repeated."""
-        return sum(isinstance(entry.event, StepEvent) for entry in self._pending)
+        return self._pending_steps
 
     def record(self, event: Event, fingerprint: str | None) -> bool:
         """See to it that the event is on disk. Returns whether it is new there; False for one that was repeated.
@@ -108,8 +109,7 @@ class Journal:
             expected = self._pending[0]
             if fingerprint is None or (expected.event, expected.fingerprint) != (event, fingerprint):
                 raise ReplayDiffers(self._difference("releases something else than what"))
-            self._pending.popleft()
-            self._advance(expected)
+            self._repeated()
             return False
         line, entry = entry_line(self.position + 1, self.head, event, fingerprint)
         if not line.startswith(self._torn):
@@ -119,21 +119,23 @@ class Journal:
         self._advance(entry)
         return True
 
-    def give_up_pending(self, planned_step: Event) -> int:
-        """Leave recorded steps counted instead of repeating them; a torn line becomes a whole one that counts
-        `planned_step`, returning the number of events added so."""
+    def give_up_pending(self, found: LedgerFile) -> None:
+        """Leave recorded steps counted instead of repeating them; a torn line becomes a whole one, a planned step."""
         while self._pending:
-            self._advance(self._pending.popleft())
-        if not self._torn:
-            return 0
-        os.ftruncate(self._descriptor, os.lseek(self._descriptor, 0, os.SEEK_END) - len(self._torn))
-        self._torn = b""
-        self.record(planned_step, None)
-        return 1
+            self._repeated()
+        if self._torn:
+            os.ftruncate(self._descriptor, os.lseek(self._descriptor, 0, os.SEEK_END) - len(self._torn))
+            self._torn = b""
+            self.record(found.planned_step(found.recorded().steps), None)
 
     def close(self) -> None:
         """Let others have the file. Nothing can be recorded afterwards."""
         self._closed()
+
+    def _repeated(self) -> None:
+        entry = self._pending.popleft()
+        self._pending_steps -= isinstance(entry.event, StepEvent)
+        self._advance(entry)
 
     def _advance(self, entry: Entry) -> None:
         self.position, self.head = self.position + 1, entry.hash

@@ -53,13 +53,11 @@ class Ledger:
     def __init__(self) -> None:
         self._groups: list[tuple[Event, int]] = []
 
-    def record(self, event: Event) -> None:
-        """Write down one event. Call it before its result can be seen."""
+    def record(self, event: Event, count: int = 1) -> None:
+        """Write down an event, or several equal ones. Call it before their result can be seen."""
         if EVENTS.get(getattr(event, "kind", "")) is not type(event):
             raise InvalidType(f"a ledger records StepEvent objects and other registered events, got {event!r}.")
-        self._append(event, 1)
-
-    def _append(self, event: Event, count: int) -> None:
+        count = checks.step_count(count)
         if self._groups and self._groups[-1][0] == event:
             count += self._groups.pop()[1]
         self._groups.append((event, count))
@@ -115,5 +113,5 @@ class Ledger:
             if not isinstance(group, Mapping) or set(group) | {"kind"} != {"kind", "event", "count"}:
                 raise InvalidArgument(f"an entry of a ledger has the fields 'kind', 'event', 'count', got {group!r}.")
             event = event_from(group.get("kind", StepEvent.kind), group["event"])
-            ledger._append(event, checks.step_count(group["count"]))
+            ledger.record(event, group["count"])
         return ledger

@@ -1,0 +1,159 @@
+"""A checkpoint: everything a private run needs to go on, in one file that is whole or absent.
+
+The file holds the seed of the noise. It is readable by its owner only, and should be kept as secret as the data.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from clipless.durable import replace_file
+from clipless.errors import DamagedFile, InvalidArgument
+
+VERSION = 1
+_FIRST_LINE = re.compile(rb"clipless-checkpoint (\d{1,9}) ([0-9a-f]{64})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run after one of its steps. `ledger` is the ledger's path as seen from the checkpoint's folder; `run`,
+    `position` and `head` say which ledger it is and how far it had come."""
+
+    ledger: str
+    run: str
+    position: int
+    head: str
+    optimizer_class: str
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    private: dict[str, Any]
+    random: dict[str, Any]
+    extra: Any
+
+    def write(self, path: Path) -> None:
+        """Put the checkpoint in the place of an earlier one, in one move, and on disk when this returns."""
+        buffer = io.BytesIO()
+        torch.save({field.name: getattr(self, field.name) for field in fields(self)}, buffer)
+        buffer.seek(0)
+        strange = get_unsafe_globals_in_checkpoint(buffer)
+        if strange:
+            raise InvalidArgument(
+                f"a checkpoint holds tensors and plain values only, and this state holds {', '.join(strange)}: pass "
+                "state_dict()s, numbers, strings, lists and dicts as extra=."
+            )
+        payload = buffer.getbuffer()
+        digest = hashlib.sha256(payload).hexdigest()
+        try:
+            for stale in path.parent.glob(f".{path.name}.*.part"):
+                stale.unlink()
+            first_line = f"clipless-checkpoint {VERSION} {digest}\n".encode()
+            replace_file(path, lambda file: file.writelines([first_line, payload]), mode=0o600)
+        except OSError as error:
+            raise InvalidArgument(f"cannot write the checkpoint {path} ({error}). Choose another place.") from error
+
+    def ledger_path(self, path: Path) -> Path:
+        """Where the ledger lies when the checkpoint lies at `path`."""
+        return path.parent / self.ledger
+
+    def refuse_unfit(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Raises InvalidArgument if this is the state of another model or optimizer."""
+        own = {name: _shape(value) for name, value in model.state_dict().items()}
+        saved = {name: _shape(value) for name, value in self.model.items()}
+        odd = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+        if odd:
+            raise InvalidArgument(
+                f"the checkpoint is of another model (different: {', '.join(odd[:5])}): build the same model first."
+            )
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        saved_sizes = [len(group["params"]) for group in self.optimizer["param_groups"]]
+        if (self.optimizer_class, saved_sizes) != (_class(optimizer), sizes):
+            raise InvalidArgument(
+                f"the checkpoint is of another optimizer ({self.optimizer_class} with {saved_sizes} parameters, this is "
+                f"{_class(optimizer)} with {sizes}): build the same optimizer first."
+            )
+
+    def restore(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Weights, optimizer and the global random states as they were."""
+        model.load_state_dict(self.model)
+        optimizer.load_state_dict(self.optimizer)
+        set_random_states(self.random)
+
+
+def capture(
+    path: Path,
+    ledger: Path,
+    place: tuple[str, int, str],
+    model: nn.Module,
+    optimizer: Optimizer,
+    private: Any,
+    extra: Any,
+) -> Checkpoint:
+    """A run as it is now; `place` is the ledger's run, position and head."""
+    beside = os.path.relpath(ledger.absolute(), path.parent.absolute())
+    states = (model.state_dict(), optimizer.state_dict(), private, random_states(), extra)
+    return Checkpoint(beside, *place, _class(optimizer), *states)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a file. Raises `DamagedFile` unless every byte is as it was written; runs no code from it."""
+    try:
+        first_line, _, payload = path.read_bytes().partition(b"\n")
+    except OSError as error:
+        raise InvalidArgument(f"cannot read the checkpoint {path} ({error}). Give the path of one.") from error
+    found = _FIRST_LINE.fullmatch(first_line)
+    if found is None:
+        raise DamagedFile(f"{path} is no checkpoint of clipless, or its beginning is damaged: take an earlier copy.")
+    if int(found[1]) != VERSION:
+        raise InvalidArgument(f"{path} has version {int(found[1])} of the format, this clipless reads {VERSION}.")
+    if hashlib.sha256(payload).hexdigest().encode() != found[2]:
+        raise DamagedFile(f"{path} is damaged, cut short or edited: its digest does not fit. Take an earlier copy.")
+    try:
+        content = torch.load(io.BytesIO(payload), weights_only=True)
+        return Checkpoint(**content)
+    except (pickle.UnpicklingError, RuntimeError, TypeError, ValueError, EOFError) as error:
+        raise DamagedFile(f"{path} does not hold what a checkpoint holds ({error}). Take an earlier copy.") from error
+
+
+def random_states() -> dict[str, Any]:
+    """The global random states of torch, NumPy and Python, on which dropout and augmentation depend, as plain values."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    version, words, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "python": [version, list(words), gauss],
+    }
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Bring back what `random_states` saw."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+
+
+def _shape(value: object) -> object:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value)
+
+
+def _class(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -1,0 +1,39 @@
+"""A short name for the exact bits of many tensors, at a small part of the cost of drawing noise for them."""
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+WIDTH = 1024
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """32 hex digits that stand for shapes, types and every bit of the tensors, in order.
+
+    The bits, as 64-bit words in rows of `WIDTH`, are added up along rows and along columns, and the sums are hashed. A
+    change of a single number always shows; changes that no one arranged to cancel along both show as surely as in a hash
+    of everything, which would take ten times as long.
+
+    >>> x = torch.arange(5.0)
+    >>> fingerprint([x]) == fingerprint([x.clone()]), fingerprint([x]) == fingerprint([x.flip(0)])
+    (True, False)
+    """
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
+        content = tensor.detach().contiguous().flatten().cpu()
+        if content.numel():
+            _add(digest, content.view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+def _add(digest: "hashlib._Hash", content: NDArray[np.uint8]) -> None:
+    square = content.size // (8 * WIDTH) * (8 * WIDTH)
+    rows = content[:square].view(np.uint64).reshape(-1, WIDTH)
+    digest.update(rows.sum(0).tobytes())
+    digest.update(rows.sum(1).tobytes())
+    digest.update(content[square:].tobytes())

@@ -1,0 +1,112 @@
+"""What make_private and a private step refuse of the model and the optimizer they are given."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from clipless.errors import InvalidArgument, InvalidType, Misuse
+
+
+def trainable(model: object) -> dict[str, nn.Parameter]:
+    """The parameters that learn; refuses what is no model or has none that can."""
+    if not isinstance(model, nn.Module):
+        raise InvalidType(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise InvalidArgument("the model has no trainable parameter: set requires_grad_(True) on what should learn.")
+    for name, parameter in parameters.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise InvalidArgument(f"parameter {name!r} has no shape yet: run the model on one example first.")
+        if not parameter.is_floating_point():
+            raise InvalidType(
+                f"parameter {name!r} is {parameter.dtype}: only real floating-point parameters are supported."
+            )
+    return parameters
+
+
+def refuse_optimizer(optimizer: object, parameters: dict[str, nn.Parameter]) -> None:
+    """Refuses an optimizer that cannot use a private gradient, or that holds other parameters than these."""
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidType(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if isinstance(optimizer, LBFGS | SparseAdam):
+        raise InvalidArgument(
+            f"{type(optimizer).__name__} cannot use a private gradient (it re-evaluates a closure, or wants sparse "
+            "gradients, and noise is dense): take SGD, Adam or another optimizer of one dense gradient per step."
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    missing = [name for name, p in parameters.items() if id(p) not in held]
+    if missing:
+        raise InvalidArgument(
+            f"the optimizer does not hold the trainable parameter {missing[0]!r} (and {len(missing) - 1} more): give it "
+            "model.parameters(), or freeze with requires_grad_(False) what should not learn."
+        )
+    if held - {id(p) for p in parameters.values()}:
+        raise InvalidArgument(
+            "the optimizer holds parameters that are not the model's: their gradients would be in clear."
+        )
+
+
+def refuse_arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses a step with a closure or under a gradient scaler."""
+    if any(argument not in (None, optimizer) for argument in (*args, *kwargs.values())):
+        raise Misuse("step(closure) would evaluate the loss again after the noise: call step() without arguments.")
+    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+        raise Misuse(
+            "a gradient scaler would scale the gradients and not the noise: train without GradScaler (bfloat16 needs "
+            "none)."
+        )
+
+
+def refuse_incomplete(seen: int, records: int | None) -> None:
+    """Refuses a step without a batch (`records` is None), or on one of which only `seen` records were in backward()."""
+    if records is None:
+        raise Misuse("step() without a batch: take one from private.loader, backward() its loss, then step() once.")
+    if seen != records:
+        raise Misuse(
+            f"step() without its backward(): {'some' if seen else 'none'} of the batch's records went through backward(). "
+            "Call loss.backward() on the model's output for the whole batch, or for every micro-batch, before step(). If "
+            "you did, the model's hooks were removed or its output detached."
+        )
+
+
+def refuse_changed_parameters(model: nn.Module, optimizer: Optimizer, private: dict[str, nn.Parameter]) -> None:
+    """Refuses trainable parameters of the model or the optimizer that are not among the private ones."""
+    known = {id(p) for p in private.values()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise Misuse(f"parameter {name!r} became trainable after make_private: freeze it, or attach anew.")
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        raise Misuse("the optimizer got parameters that are not private: add them before make_private.")
+
+
+def refuse_other_optimizers(
+    own: "weakref.ref[Optimizer]", private: dict[str, nn.Parameter]
+) -> Callable[[Optimizer, Any, Any], None]:
+    """A hook on every optimizer: one that steps these parameters in place of the private one is refused."""
+
+    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is own():
+            return
+        known = {id(p) for p in private.values()}
+        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+            raise Misuse(
+                "another optimizer steps the parameters of a private model: step the optimizer given to make_private, or "
+                "detach() and attach the new one."
+            )
+
+    return refuse
+
+
+def refuse_other_plan(state: object, plan: dict[str, Any]) -> None:
+    """Refuses what is no state of a private run, or that of a run with another plan."""
+    expected = {"plan", "ledger", "policy", "history", "draws", "seed"}
+    if not isinstance(state, dict) or expected - state.keys():
+        missing = sorted(expected - state.keys()) if isinstance(state, dict) else sorted(expected)
+        raise InvalidArgument(f"not a state of a private run: {', '.join(missing)} is missing.")
+    if state["plan"] != plan:
+        changed = [key for key, value in plan.items() if state["plan"].get(key) != value]
+        raise InvalidArgument(f"the saved state belongs to another plan (different: {', '.join(changed)}).")
