@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from clipless.clipping import Clipping, as_clipping
-from clipless.grads.engine import ClippedSum, LossFunction, count_records, per_record_losses
+from clipless.grads.clipped_sum import ClippedSum, LossFunction, count_records, per_record_losses
 from clipless.partition import partition
 
 

@@ -19,7 +19,7 @@ from clipless.checkpoint import capture, read_checkpoint
 from clipless.clipping import Clipping, as_clipping
 from clipless.errors import BudgetSpent, InvalidArgument, InvalidType, Misuse
 from clipless.fingerprint import fingerprint
-from clipless.grads import Engine
+from clipless.grads import Engine, Tuner, as_tuner
 from clipless.noise import NoiseSource, noise_source
 from clipless.partition import partition
 from clipless.plan import PrivacyPlan, make_plan
@@ -56,6 +56,7 @@ def make_private(
     noise: str = "torch",
     seed: int | None = None,
     allow_overspend: bool = False,
+    tuner: str | Tuner = "model",
     check: tuple[Callable[[nn.Module, Any], Tensor], Any] | None = None,
 ) -> "Private":
     """Make an ordinary training loop differentially private: `optimizer.step()` then releases noised gradients only.
@@ -96,7 +97,8 @@ def make_private(
     )
     if check is not None:
         refuse_unsound(model, check, how)
-    return Private(model, optimizer, plan, fetcher(data, settings), noise_source(noise, seed), allow_overspend)
+    source = noise_source(noise, seed)
+    return Private(model, optimizer, plan, fetcher(data, settings), source, as_tuner(tuner), allow_overspend)
 
 
 class Private:
@@ -109,6 +111,7 @@ class Private:
         plan: PrivacyPlan,
         fetch: Fetcher,
         source: NoiseSource,
+        tuner: Tuner,
         allow_overspend: bool,
     ) -> None:
         self.plan = plan
@@ -122,7 +125,7 @@ class Private:
         self._statistic: Tensor | None = None
         self._journal: Journal | None = None
         self._policy_state = plan.clipping.policy.init(plan.setting)
-        self._engine = Engine(model, plan.groups, self._factors)
+        self._engine = Engine(model, plan.groups, self._factors, self._observe, tuner)
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate)
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
         self._handles: list[RemovableHandle] = []
@@ -207,13 +210,16 @@ class Private:
 
     # One step.
 
-    def _factors(self, norms: Tensor) -> Tensor:
-        """How much of each record enters the sum, [G,B]; the policy's statistic is added up beside it."""
-        policy = self.plan.clipping.policy
-        observed = policy.observe(self._policy_state, norms)
+    def _factors(self, norms: Tensor, group: int) -> Tensor:
+        """How much of some records enters a group's sum, [1,b]."""
+        thresholds = self.plan.clipping.policy.thresholds(self._policy_state)
+        return self.plan.clipping.rule(norms, thresholds[group : group + 1].to(norms))
+
+    def _observe(self, norms: Tensor) -> None:
+        """Add up the policy's statistic over the parts of the batch."""
+        observed = self.plan.clipping.policy.observe(self._policy_state, norms)
         if observed is not None:
             self._statistic = observed if self._statistic is None else self._statistic + observed
-        return self.plan.clipping.rule(norms, policy.thresholds(self._policy_state).to(norms))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Turn the clipped sum into the private gradient that the optimizer reads: noised, recorded, then shown."""
@@ -247,7 +253,7 @@ class Private:
         if self.plan.statistic_multiplier is None:
             return None
         if self._statistic is None:
-            self._factors(torch.zeros(len(self.plan.groups), 0))
+            self._observe(torch.zeros(len(self.plan.groups), 0))
         assert self._statistic is not None
         (noise,) = self._source.normals("statistic", step, [self._statistic])
         return self._statistic + self.plan.statistic_multiplier * noise

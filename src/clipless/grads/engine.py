@@ -1,23 +1,20 @@
 """From pieces to the clipped sum: norms of all records, factors from the rule, one weighted sum per parameter."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from clipless.clipping import Clipping, as_clipping
-from clipless.errors import InvalidArgument
 from clipless.grads.frames import Part
-from clipless.grads.layout import random_state_kept
-from clipless.grads.pieces import combine
+from clipless.grads.pieces import Piece, combine
+from clipless.grads.receiver import Receiver
 from clipless.grads.tape import Tape
-from clipless.partition import Partition, partition
+from clipless.grads.tuner import Tuner
+from clipless.partition import Partition
 
-Clip = Callable[[Tensor], Tensor]
+Factors = Callable[[Tensor, int], Tensor]
+Observe = Callable[[Tensor], None]
 
 
 class Engine:
@@ -26,15 +23,22 @@ class Engine:
     `open(records, scale)` before each part's forward pass. `scale` undoes the loss's own division, so that norms are
     those of each record's own loss: the part's size for a mean, 1 for a sum. After backward the part's share is in
     `sums`, in at least float32, keyed by parameter name. A parameter that no record reached has no entry.
+
+    `factors(norms [1,b], group)` says how much of each record enters the sum, for any of the part's records at a time;
+    `observe(norms [G,B])` sees all norms of a part once.
     """
 
-    def __init__(self, model: nn.Module, groups: Partition, clip: Clip) -> None:
+    def __init__(self, model: nn.Module, groups: Partition, factors: Factors, observe: Observe, tuner: Tuner) -> None:
         self.sums: dict[str, Tensor] = {}
         self.seen = 0
+        self.tape = Tape(model, Receiver(self._take, self._finish))
         self._groups = groups
-        self._clip = clip
+        self._factors = factors
+        self._observe = observe
+        self._tuner = tuner
         self._scale = 1.0
-        self.tape = Tape(model, self._add)
+        self._buffers: dict[str, Tensor] = {}
+        self._clips: list[Clip] = []
 
     def clear(self) -> None:
         """Forget the sums: a new logical batch begins."""
@@ -43,102 +47,101 @@ class Engine:
 
     def open(self, records: int, scale: float) -> None:
         self._scale = scale
+        self._tuner.begin()
+        dtype = reduce(torch.promote_types, (p.dtype for p in self.tape.parameters.values()), torch.float32)
+        zeros = torch.zeros(records, dtype=dtype, device=next(iter(self.tape.parameters.values())).device)
+        self._clips = [Clip(set(members), zeros) for members in self._groups.members]
         self.tape.open(Part(records))
 
-    def _add(self, part: Part) -> None:
-        pieces = {name: combine(uses) for name, uses in part.pieces.items()}
-        group_of = self._groups.group_of
-        squares = self._zero_squares(part.records)
-        for name, piece in pieces.items():
-            squares[group_of[name]] += piece.sq_norms
-        norms, finite = self._norms(squares)
-        factors = self._clip(norms) * self._scale
-        everyone = bool(finite.all())
-        for name, piece in pieces.items():
-            safe = piece if everyone else piece.keep(finite)
-            share = safe.weighted_sum(factors[group_of[name]])
-            self.sums[name] = self.sums[name] + share if name in self.sums else share
+    def _take(self, part: Part, name: str, uses: list[Piece]) -> None:
+        """All pieces of a parameter are there. A group with all its parameters is clipped at once, in the first part."""
+        group = self._groups.group_of[name]
+        clip, parameter, piece = self._clips[group], self.tape.parameters[name], combine(uses)
+        clip.waiting.discard(name)
+        if len(self._clips) > 1 and not self.seen:
+            clip.raw[name] = piece
+        if clip.waiting or self.seen:
+            clip.hold(name, self._tuner.settled(piece, parameter))
+        else:
+            way, chunks = self._tuner.in_chunks(piece, parameter)
+            norms = torch.cat([self._clipped(group, name, piece.rows(some), some, way) for some in chunks])
+            self._close(group, norms)
+
+    def _clipped(self, group: int, name: str, piece: Piece, some: slice, way: str | None) -> Tensor:
+        """Clip and add these records of the last piece of a group. Returns the norms of the records."""
+        piece = piece if way is None else piece.form(way)
+        norms = self._norms(self._clips[group].squares[some] + piece.sq_norms)
+        self._add({name: piece}, norms, group)
+        return norms
+
+    def _close(self, group: int, norms: Tensor) -> None:
+        """All norms of a group are known: add what was held for it."""
+        clip = self._clips[group]
+        clip.norms = norms
+        self._add(clip.held, norms, group)
+        clip.held = {}
+
+    def _finish(self, part: Part) -> None:
+        """Clip what is left. A record that is not finite in one group counts as infinite in every group."""
+        clipped = [clip.norms is not None for clip in self._clips]
+        rows = [self._norms(clip.squares) if clip.norms is None else clip.norms for clip in self._clips]
+        finite = torch.stack(rows).isfinite()
+        norms = torch.where(finite.all(0), torch.stack(rows), torch.inf)
+        for group, clip in enumerate(self._clips):
+            if not clipped[group]:
+                self._close(group, norms[group])
+            elif bool((finite[group] & ~finite.all(0)).any()):
+                for name in clip.raw:
+                    del self.sums[name]
+                self._add(clip.raw, norms[group], group)
+        self._observe(norms)
+        self._clips = []
         self.seen += part.records
 
-    def _zero_squares(self, records: int) -> Tensor:
-        parameters = list(self.tape.parameters.values())
-        dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
-        return torch.zeros(len(self._groups), records, dtype=dtype, device=parameters[0].device)
+    def _add(self, pieces: Mapping[str, Piece], norms: Tensor, group: int) -> None:
+        if not pieces:
+            return
+        finite = norms.isfinite()
+        everyone = bool(finite.all())
+        factors = self._factors(norms.unsqueeze(0), group)[0] * self._scale
+        for name, piece in pieces.items():
+            safe = piece if everyone else piece.keep(finite)
+            safe.add_to(self._buffer(name), factors, beta=int(name in self.sums))
+            self.sums[name] = self._buffers[name]
 
-    def _norms(self, squares: Tensor) -> tuple[Tensor, Tensor]:
-        """Norms [G,B] and which records are finite in every group; the others count as infinite in every group.
+    def _buffer(self, name: str) -> Tensor:
+        """A parameter's sum. It is never handed out: what was released from it is a copy, so it can be used again."""
+        if name not in self._buffers:
+            parameter = self.tape.parameters[name]
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            self._buffers[name] = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        return self._buffers[name]
+
+    def _norms(self, squares: Tensor) -> Tensor:
+        """Norms [b] of some records in one group; infinite for those that are not finite.
 
         Squares that small lose digits to underflow, and a norm taken for too small would give too large a factor:
         below the floor a norm counts as zero.
         """
         norms = squares.sqrt()
         norms = torch.where(norms < 1e4 * torch.finfo(norms.dtype).tiny ** 0.5, 0.0, norms) * self._scale
-        finite = norms.isfinite().all(0)
-        return torch.where(finite, norms, torch.inf), finite
+        return torch.where(norms.isfinite(), norms, torch.inf)
 
 
-@dataclass(frozen=True)
-class ClippedSum:
-    """The clipped sum by parameter name, and the norms [G,B] that it was clipped by. Neither is private."""
+class Clip:
+    """A group of parameters on its way to be clipped: which are still to come, and what is held until then.
 
-    grads: dict[str, Tensor]
-    norms: Tensor
-
-
-LossFunction = Callable[[nn.Module, Any], Tensor]
-
-
-def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: str | Clipping = "auto-s") -> ClippedSum:
-    """The sum over the batch of each record's clipped gradient: no noise, no division, nothing private about it.
-
-    `loss_fn(model, batch)` returns one loss per record. The model is left as it was.
-
-    >>> model = nn.Linear(2, 1, bias=False)
-    >>> result = clipped_sum(model, lambda m, x: m(x)[:, 0], torch.tensor([[3.0, 4.0], [0.0, 0.5]]), "abadi")
-    >>> result.grads["weight"], result.norms
-    (tensor([[0.6000, 1.3000]]), tensor([[5.0000, 0.5000]]))
+    `raw` are its pieces as they came, without the buffers that ways make of them: should a record turn out not to be
+    finite in another group after this one was clipped, the group is added up again without it.
     """
-    how = as_clipping(clipping)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    groups = partition(how.groups, names)
-    thresholds = how.start(len(groups))
-    kept_norms: list[Tensor] = []
 
-    def clip(norms: Tensor) -> Tensor:
-        kept_norms.append(norms)
-        return how.rule(norms, thresholds.to(norms))
+    def __init__(self, waiting: set[str], squares: Tensor) -> None:
+        self.waiting = waiting
+        self.squares = squares
+        self.held: dict[str, Piece] = {}
+        self.raw: dict[str, Piece] = {}
+        self.norms: Tensor | None = None
 
-    engine = Engine(model, groups, clip)
-    records = count_records(model, loss_fn, batch)
-    if records:
-        engine.tape.attach()
-        try:
-            engine.open(records, scale=1.0)
-            per_record_losses(loss_fn, model, batch, records).sum().backward()
-        finally:
-            engine.tape.detach()
-    grads = {name: engine.sums.get(name, torch.zeros_like(p)) for name, p in engine.tape.parameters.items()}
-    return ClippedSum(grads, kept_norms[0] if kept_norms else torch.zeros(len(groups), records))
-
-
-def per_record_losses(loss_fn: LossFunction, model: nn.Module, batch: Any, records: int) -> Tensor:
-    losses = loss_fn(model, batch)
-    if not isinstance(losses, Tensor) or losses.shape != (records,):
-        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise InvalidArgument(f"loss_fn must return one loss per record, a tensor of shape ({records},), got {got}.")
-    return losses
-
-
-def count_records(model: nn.Module, loss_fn: LossFunction, batch: Any) -> int:
-    """How many records a batch has: the number of losses it gives, found without gradients; 0 if it has no rows."""
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    if leaves and leaves[0].shape[0] == 0:
-        return 0
-    with torch.no_grad(), random_state_kept(model):
-        losses = loss_fn(model, batch)
-    if not isinstance(losses, Tensor) or losses.dim() != 1:
-        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise InvalidArgument(
-            f"loss_fn must return one loss per record, a tensor of shape (B,), got {got}: use reduction='none'."
-        )
-    return len(losses)
+    def hold(self, name: str, piece: Piece) -> None:
+        self.squares = self.squares + piece.sq_norms
+        self.held[name] = piece

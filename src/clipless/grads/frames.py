@@ -12,11 +12,17 @@ from clipless.grads.pieces import Piece
 
 @dataclass
 class Part:
-    """Some records of a logical batch that go through forward and backward together, and what came back for them."""
+    """Some records of a logical batch that go through forward and backward together, and what came back for them.
+
+    `uses` counts the taps that the forward pass made for a parameter; `late` is set when a part of the model runs again in
+    the backward pass, where more of them may be made.
+    """
 
     records: int
     uses: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    arrived: set[str] = field(default_factory=set)
+    late: bool = False
     begun: bool = False
     done: bool = False
 
@@ -104,4 +110,11 @@ def not_its_own(parameter: str, module: nn.Module) -> CliplessError:
     return UnsupportedModule(
         f"parameter {parameter!r} is not one that {type(module).__name__} computes with in its own forward. For weight norm "
         "and the like use torch.nn.utils.parametrizations."
+    )
+
+
+def used_again(name: str) -> CliplessError:
+    return UnsupportedModule(
+        f"parameter {name!r} was used once more by a part of the model that is checkpointed with use_reentrant=True, after its "
+        "gradient seemed complete. Checkpoint with use_reentrant=False."
     )

@@ -1,10 +1,9 @@
-"""The tape: all hooks on the model, and what they write down during one forward and backward pass.
+"""The tape: all hooks on the model, and what they write down during one forward pass.
 
 Around each module with trainable parameters of its own the tape turns `requires_grad` of those parameters off, so that
-autograd computes no weight gradient, and puts an identity, the tap, on the module's output. In the backward pass the tap
-receives the gradient of the output; with the input it remembers, the module's layer rule makes the pieces of it. A module
-without a rule has its parameters replaced by shared tensors while it runs, and the tap is on the operations that these
-meet the records in.
+autograd computes no weight gradient, and puts an identity, the tap, on the module's output, which hands the output's
+gradient to the receiver in the backward pass. A module without a rule has its parameters replaced by shared tensors while
+it runs, and the tap is on the operations that these meet the records in.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,14 +14,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from clipless.errors import Misuse, UnsupportedModule
+from clipless.errors import UnsupportedModule
 from clipless.grads.frames import (
     Frame,
     Part,
     by_size,
     draws_at_random,
     left_the_model,
-    not_its_own,
     own_parameters,
     put_back,
     refuse_foreign_rows,
@@ -43,7 +41,8 @@ from clipless.grads.layout import (
     telling_sizes,
 )
 from clipless.grads.refusals import BufferGuard, refuse_module
-from clipless.grads.rules import LayerRule, Use, generic, rule_of
+from clipless.grads.receiver import Receiver
+from clipless.grads.rules import generic, rule_of
 from clipless.grads.rules.generic import differentiable
 from clipless.grads.shared import Crossing, Operations, Shared, refuse_mixing, root
 from clipless.grads.tap import Call, Hook, Tap, refuse_stray
@@ -51,16 +50,15 @@ from clipless.grads.ways import Ways
 
 
 class Tape:
-    """Hooks on a model that collect every parameter's pieces for the open part.
+    """Hooks on a model that make the receiver get the gradients at every module, for the open part.
 
-    `open(part)` before the forward pass; when the backward pass is over `on_complete(part)` is called with all pieces.
+    `open(part)` before the forward pass.
     """
 
-    def __init__(self, model: nn.Module, on_complete: Callable[[Part], None]) -> None:
+    def __init__(self, model: nn.Module, receiver: Receiver) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.rules: dict[str, LayerRule] = {}
-        self.part: Part | None = None
-        self._on_complete = on_complete
+        self.rules = receiver.rules
+        self.receiver = receiver
         self._names = {module: name or "(model)" for name, module in model.named_modules()}
         self._own = self._owned_parameters(model)
         self._anchor = torch.zeros((), requires_grad=True)
@@ -71,7 +69,6 @@ class Tape:
         self._calls: dict[str, int] = {}
         self._operation_counts: dict[tuple[str, int], int] = {}
         self._probed = 0
-        self._paused = False
         self._operations = Operations(self._locate, self._wrap)
         self._handles: list[RemovableHandle] = []
 
@@ -109,7 +106,12 @@ class Tape:
     def open(self, part: Part | None) -> None:
         """From now on forward passes belong to this part; whatever an earlier one left unfinished is dropped."""
         self.restore()
-        self.part = part
+        self.receiver.part = part
+
+    @property
+    def part(self) -> Part | None:
+        """The records that forward passes belong to."""
+        return self.receiver.part
 
     def _owned_parameters(self, model: nn.Module) -> dict[nn.Module, dict[str, str]]:
         """For each module the trainable parameters it uses itself: path in the module -> name in the model, the first
@@ -124,7 +126,7 @@ class Tape:
         return owned
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._paused:
+        if self.receiver.busy:
             return None
         if self._probed:
             refuse_module(module, self._names[module])
@@ -235,13 +237,9 @@ class Tape:
     def _wrap(self, crossing: Crossing, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         if self._probed:
             return tuple(outputs)
-        crossing.part, crossing.receive = self.part, self._receive_crossing
+        crossing.part, crossing.receive = self.part, self.receiver.crossing
+        self._count(root.name for shared in crossing.shared for root in shared.roots)
         return Tap.apply(self._anchor, crossing, *outputs)  # type: ignore[no-untyped-call]
-
-    def _receive_crossing(self, crossing: Crossing, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        part = self._current(crossing)
-        for name, piece in crossing.pieces(tensors, grads):
-            part.pieces.setdefault(name, []).append(piece)
 
     def _placed(self, place: Place, shapes: Shapes, records: int, enough: Callable[[Iterable[bool]], bool]) -> Dims:
         """Where the records lie in each of the tensors; refused if that is not enough to tell records apart."""
@@ -255,7 +253,7 @@ class Tape:
         return dims
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self._paused or not self._frames or self._frames[-1].module is not module:
+        if self.receiver.busy or not self._frames or self._frames[-1].module is not module:
             return None
         frame = self._frames.pop()
         put_back(frame)
@@ -296,64 +294,17 @@ class Tape:
     def _call(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         own, turned_off = self._own[frame.module], set(map(id, frame.turned_off))
         wanted = {local: name for local, name in own.items() if id(self.parameters[name]) in turned_off}
-        part = self.part
-        if part is not None:
-            for name in wanted.values():
-                part.uses[name] = part.uses.get(name, 0) + 1
+        self._count(wanted.values())
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        name = self._names[frame.module]
-        return Call(self._receive, part, frame.module, name, wanted, frame.dims, frame.out_dims, leaves, spec)
+        name, receive = self._names[frame.module], self.receiver.call
+        return Call(receive, self.part, frame.module, name, wanted, frame.dims, frame.out_dims, leaves, spec)
 
-    def _receive(self, call: Call, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        """A tap's gradient has arrived: make the pieces of it."""
-        part = self._current(call)
-        if part.records == 0:
-            return
-        args, kwargs = call.rebuild(tensors)
-        use = Use(call.module, args, kwargs, call.dims, call.out_dims, tuple(call.wanted), part.records)
-        grads = tuple(grad.movedim(dim or 0, 0) for grad, dim in zip(grads, call.out_dims, strict=True))
-        self._paused = True
-        try:
-            pieces = self.rules[call.name](use, grads)
-        finally:
-            self._paused = False
-        for local, name in call.wanted.items():
-            if local not in pieces:
-                raise not_its_own(name, call.module)
-            part.pieces.setdefault(name, []).append(pieces[local])
-            if part.uses[name] == 1:
-                pieces[local].sq_norms  # noqa: B018  now, while the buffers are in the cache
-
-    def _current(self, call: Call | Crossing) -> Part:
-        """The open part, if that is where the gradient comes from; its completion is noted when the first one arrives."""
-        if torch.is_grad_enabled():
-            raise Misuse(
-                "backward(create_graph=True) is not supported: gradients of gradients have no bound per record."
-            )
-        part = self.part
-        if part is None or call.part is not part:
-            raise Misuse(
-                "backward() on a batch that did not come from private.loader, or not on its newest one: the privacy "
-                "analysis holds for Poisson batches only. Iterate over private.loader and backward each batch before "
-                "asking for the next; evaluate under torch.no_grad()."
-            )
-        if part.done:
-            raise Misuse(
-                "a second backward() on the same records: their gradients would be clipped apart and count twice. Add "
-                "the losses and call backward() once, or split the batch with private.loader.microbatches(n)."
-            )
-        if not part.begun:
-            part.begun = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
-        return part
-
-    def _complete(self) -> None:
-        part = self.part
-        if part is None or part.done:
-            return
-        part.done = True
-        self._on_complete(part)
-        part.pieces.clear()
+    def _count(self, names: Iterable[str]) -> None:
+        """One more tap for each of these parameters."""
+        if self.part is not None:
+            for name in names:
+                self.part.uses[name] = self.part.uses.get(name, 0) + 1
+            self.part.late |= torch._C._current_graph_task_id() != -1
 
     def _place(self, name: str) -> Place:
         self._calls[name] = self._calls.get(name, 0) + 1

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from clipless import oracle
 from clipless.clipping import Clipping, as_clipping
 from clipless.errors import CliplessError, InvalidArgument, InvalidType
-from clipless.grads.engine import ClippedSum, LossFunction, clipped_sum, count_records
+from clipless.grads.clipped_sum import ClippedSum, LossFunction, clipped_sum, count_records
 from clipless.grads.layout import random_state_kept
 from clipless.grads.refusals import watched_buffers
 from clipless.grads.rules import generic, rule_of

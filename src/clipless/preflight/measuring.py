@@ -1,22 +1,23 @@
 """What each parameter's share of the clipped sum costs: the seconds of its rules, norms and sum, and the bytes held."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clipless.grads.engine import LossFunction, per_record_losses
+from clipless.grads.clipped_sum import LossFunction, per_record_losses
 from clipless.grads.frames import Part
-from clipless.grads.pieces import Piece, combine
+from clipless.grads.pieces import Piece, combine, weighted_sum
+from clipless.grads.receiver import Receiver
 from clipless.grads.rules import LayerRule
 from clipless.grads.shared import Crossing
 from clipless.grads.tap import Call
 from clipless.grads.tape import Tape
+from clipless.grads.tuner import Tuner
 
-Result = TypeVar("Result")
 REPEATS = 3
 BY_OPERATION = "by operation"
 
@@ -38,57 +39,58 @@ def measure(model: nn.Module, loss_fn: LossFunction, batch: Any, records: int) -
     """The cost of every parameter that the batch reaches, the fastest of a few passes. The model is left as it was."""
     passes = []
     for _ in range(REPEATS):
-        meter = _Meter(model)
-        meter.attach()
+        meter = _Meter({name: p for name, p in model.named_parameters() if p.requires_grad})
+        tape = Tape(model, meter)
+        tape.attach()
         try:
-            meter.open(Part(records))
+            tape.open(Part(records))
             per_record_losses(loss_fn, model, batch, records).sum().backward()
         finally:
-            meter.detach()
+            tape.detach()
         passes.append(meter.costs)
     for name, cost in passes[-1].items():
         cost.seconds = min(one[name].seconds for one in passes if name in one)
     return passes[-1]
 
 
-class _Meter(Tape):
-    """A tape with a clock where gradients arrive. A call's seconds are divided among its parameters by their size."""
+class _Meter(Receiver):
+    """A receiver with a clock. A call's seconds are divided among its parameters by their size."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, self._finish)
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(self._norms_and_sum, lambda part: None)
         self.costs: dict[str, Cost] = {}
-        self._asynchronous = any(p.device.type != "cpu" for p in self.parameters.values())
+        self._parameters = parameters
+        self._tuner = Tuner()
+        self._asynchronous = any(p.device.type != "cpu" for p in parameters.values())
 
-    def _receive(self, call: Call, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        _, seconds = self._clocked(lambda: super(_Meter, self)._receive(call, tensors, grads))
+    def call(self, call: Call, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        seconds = self._clocked(lambda: super(_Meter, self).call(call, tensors, grads))
         self._note(list(call.wanted.values()), rule_name(self.rules[call.name]), seconds, grads)
 
-    def _receive_crossing(self, crossing: Crossing, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        _, seconds = self._clocked(lambda: super(_Meter, self)._receive_crossing(crossing, tensors, grads))
+    def crossing(self, crossing: Crossing, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        seconds = self._clocked(lambda: super(_Meter, self).crossing(crossing, tensors, grads))
         names = dict.fromkeys(root.name for shared in crossing.shared for root in shared.roots)
         self._note(list(names), BY_OPERATION, seconds, grads)
 
     def _note(self, names: list[str], rule: str, seconds: float, grads: tuple[Tensor, ...]) -> None:
-        size = max(sum(self.parameters[name].numel() for name in names), 1)
+        size = max(sum(self._parameters[name].numel() for name in names), 1)
         for name in names:
             cost = self.costs.setdefault(name, Cost())
             cost.rules.setdefault(rule)
-            cost.seconds += seconds * self.parameters[name].numel() / size
+            cost.seconds += seconds * self._parameters[name].numel() / size
             cost.half |= any(grad.dtype.itemsize < torch.float32.itemsize for grad in grads)
 
-    def _finish(self, part: Part) -> None:
-        for name, uses in part.pieces.items():
-            total, seconds = self._clocked(lambda uses=uses: _norms_and_sum(uses, part.records))  # type: ignore[misc]
-            cost = self.costs.setdefault(name, Cost())
-            cost.seconds += seconds
-            cost.bytes = held_bytes([*uses, total])
+    def _norms_and_sum(self, part: Part, name: str, uses: list[Piece]) -> None:
+        piece = self._tuner.settled(combine(uses), self._parameters[name])
+        weighted_sum(piece, torch.ones_like(piece.sq_norms), like=self._parameters[name])
+        self.costs.setdefault(name, Cost()).bytes = held_bytes(piece)
 
-    def _clocked(self, work: Callable[[], Result]) -> tuple[Result, float]:
+    def _clocked(self, work: Callable[[], None]) -> float:
         self._wait()
         begin = time.perf_counter()
-        result = work()
+        work()
         self._wait()
-        return result, time.perf_counter() - begin
+        return time.perf_counter() - begin
 
     def _wait(self) -> None:
         if self._asynchronous:
@@ -118,9 +120,3 @@ def _storages(thing: object, seen: set[int]) -> dict[int, int]:
     else:
         inside = list((thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})).values())
     return {pointer: size for part in inside for pointer, size in _storages(part, seen).items()}
-
-
-def _norms_and_sum(uses: list[Piece], records: int) -> Piece:
-    total = combine(uses)
-    total.weighted_sum(torch.ones(records, dtype=total.sq_norms.dtype, device=total.sq_norms.device))
-    return total

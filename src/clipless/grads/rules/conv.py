@@ -1,16 +1,20 @@
 """Convolutions in one, two and three dimensions: groups, stride, dilation, every padding mode."""
 
 import math
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipless.grads.pieces import Instantiated, OuterProducts, Piece, kept, scaled, sq_norm
+from clipless.grads.pieces import Cost, Instantiated, OuterProducts, Piece, Rearranged, kept, product_ways, scaled, sq_norm
 from clipless.grads.rules.use import Use, at_least_float32, register
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+# For the cost model: how often a grouped convolution moves its result, and the calls that one record alone is worth.
+GROUPED_MOVES = 12
+ONE_CALL = 40
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
@@ -50,37 +54,73 @@ class Correlation:
     def __init__(self, module: Conv | ConvTranspose, acts: Tensor, grads: Tensor, padding: list[int]) -> None:
         self.module, self.acts, self.grads, self.padding = module, acts, grads, padding  # [b,c,*s] [b,o,*t]
 
-    @cached_property
-    def sq_norms(self) -> Tensor:
-        positions = math.prod(self.grads.shape[2:])
-        if self.module.groups == 1 and len(self.padding) == 2 and 2 * positions**2 <= self.module.weight.numel():
-            return OuterProducts(self._patches(), self.grads.flatten(2).mT).sq_norms
-        return sq_norm(self._written_out)
+    def __len__(self) -> int:
+        return len(self.acts)
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        if "_written_out" in self.__dict__:
-            return Instantiated(self._written_out).weighted_sum(factors)
-        return self._weight_gradient(self.acts, scaled(self.grads, factors), self.module.groups, copies=1)
+    @property
+    def sq_norms(self) -> Tensor:
+        return sq_norm(self.per_record())
+
+    def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
+        share = self._weight_gradient(self.acts, scaled(self.grads, factors), self.module.groups, copies=1)
+        torch.add(share, total, alpha=beta, out=total) if beta else total.copy_(share)
 
     def per_record(self) -> Tensor:
-        return self._written_out
-
-    def keep(self, mask: Tensor) -> "Correlation":
-        return Correlation(self.module, kept(self.acts, mask), kept(self.grads, mask), self.padding)
-
-    @cached_property
-    def _written_out(self) -> Tensor:
         """One grouped convolution, with the records as its groups."""
         b = self.acts.shape[0]
         acts, grads = self.acts.reshape(1, -1, *self.acts.shape[2:]), self.grads.reshape(1, -1, *self.grads.shape[2:])
         weights = self._weight_gradient(acts, grads, groups=b * self.module.groups, copies=b)
         return weights.view(b, *self.module.weight.shape)
 
+    def keep(self, mask: Tensor) -> "Correlation":
+        return Correlation(self.module, kept(self.acts, mask), kept(self.grads, mask), self.padding)
+
+    def rows(self, some: slice) -> "Correlation":
+        return Correlation(self.module, self.acts[some], self.grads[some], self.padding)
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        module, sizes = self.module, (*self.acts.shape[1:], *self.grads.shape[1:])
+        return (*sizes, *module.kernel_size, *module.stride, *module.dilation, module.groups)
+
+    def ways(self) -> Mapping[str, Cost]:
+        b, o, *positions = self.grads.shape
+        t, i, size = math.prod(positions), math.prod(self.module.weight.shape[1:]), self.acts.element_size()
+        flops, weights = 2.0 * b * t * i * o, float(size * b * i * o)
+        ways = {
+            "grouped": Cost(flops, GROUPED_MOVES * weights, calls=8, held=weights),
+            "one by one": Cost(flops, 4 * weights, calls=ONE_CALL * b, held=weights),
+        }
+        if self.module.groups == 1:
+            patches = float(size * b * t * i)
+            for way, cost in product_ways(b, t, i, o, size).items():
+                held = cost.held + (patches if way == "ghost" else 0)
+                ways[way] = replace(cost, moved=cost.moved + 3 * patches, calls=cost.calls + 8, held=held)
+        return ways
+
+    def form(self, way: str) -> Piece:
+        if way == "grouped":
+            return Instantiated(self.per_record())
+        if way == "one by one":
+            alone = [self.rows(slice(b, b + 1)) for b in range(len(self))]
+            one = [c._weight_gradient(c.acts, c.grads, self.module.groups, copies=1) for c in alone]
+            return Instantiated(torch.stack(one))
+        matrix = OuterProducts(self._patches(), self.grads.flatten(2).mT)
+        _, channels, *kernel = self.module.weight.shape
+        order = (0, len(kernel) + 1, *range(1, len(kernel) + 1))
+        return Rearranged(matrix.form(way), (*kernel, channels), order)
+
     def _patches(self) -> Tensor:
-        module = self.module
-        assert isinstance(module, nn.Conv2d | nn.ConvTranspose2d)
-        columns = F.unfold(self.acts, module.kernel_size, module.dilation, tuple(self.padding), module.stride)
-        return columns.mT  # [b,t,i]
+        """What each position of the output sees, [b,t,i], the channels innermost so that they are copied in runs."""
+        module, sizes = self.module, self.grads.shape[2:]
+        sides = [side for pad in reversed(self.padding) for side in (pad, pad)]
+        seen = F.pad(self.acts, sides).movedim(1, -1).contiguous()  # [b,*s,c]
+        b, *_, channels = seen.shape
+        record, *steps, one = seen.stride()
+        moves = [step * stride for step, stride in zip(steps, module.stride, strict=True)]
+        inner = [step * dilation for step, dilation in zip(steps, module.dilation, strict=True)]
+        shape = (b, *sizes, *module.kernel_size, channels)
+        return seen.as_strided(shape, (record, *moves, *inner, one)).reshape(b, math.prod(sizes), -1)
 
     def _weight_gradient(self, acts: Tensor, grads: Tensor, groups: int, copies: int) -> Tensor:
         out, *kernel = self.module.weight.shape

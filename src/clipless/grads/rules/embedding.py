@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from clipless.errors import UnsupportedModule
-from clipless.grads.pieces import Piece, Scattered, kept, scaled, sq_norm
+from clipless.grads.pieces import NoChoice, Piece, Scattered, kept, scaled, sq_norm
 from clipless.grads.rules.use import Use, at_least_float32, register
 
 
@@ -54,23 +54,30 @@ def _largest(table: nn.EmbeddingBag, indices: Tensor) -> Tensor:
     return rows.long().clamp(min=0)
 
 
-class Selected:
-    """g_b has grads[b,d] in row rows[b,d] of column d of a table [v,d], and zeros elsewhere."""
+class Selected(NoChoice):
+    """g_b has grads[b,d] in row row_of[b,d] of column d of a table [v,d], and zeros elsewhere."""
 
-    def __init__(self, rows: Tensor, grads: Tensor, size: int) -> None:
-        self.rows, self.grads, self.size = rows, grads, size  # [b,d] [b,d] v
+    def __init__(self, row_of: Tensor, grads: Tensor, size: int) -> None:
+        self.row_of, self.grads, self.size = row_of, grads, size  # [b,d] [b,d] v
+
+    def __len__(self) -> int:
+        return len(self.grads)
 
     @property
     def sq_norms(self) -> Tensor:
         return sq_norm(self.grads)
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        table = self.grads.new_zeros(self.size, self.grads.shape[1])
-        return table.scatter_add_(0, self.rows, scaled(self.grads, factors))
+    def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
+        if beta == 0:
+            total.zero_()
+        total.scatter_add_(0, self.row_of, scaled(self.grads, factors))
 
     def per_record(self) -> Tensor:
         b, d = self.grads.shape
-        return self.grads.new_zeros(b, self.size, d).scatter_(1, self.rows.unsqueeze(1), self.grads.unsqueeze(1))
+        return self.grads.new_zeros(b, self.size, d).scatter_(1, self.row_of.unsqueeze(1), self.grads.unsqueeze(1))
 
     def keep(self, mask: Tensor) -> "Selected":
-        return Selected(self.rows, kept(self.grads, mask), self.size)
+        return Selected(self.row_of, kept(self.grads, mask), self.size)
+
+    def rows(self, some: slice) -> "Selected":
+        return Selected(self.row_of[some], self.grads[some], self.size)

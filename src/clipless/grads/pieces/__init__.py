@@ -1,0 +1,26 @@
+"""Pieces: one parameter's share of the gradient, record by record, in whichever form is cheap to hold."""
+
+from clipless.grads.pieces.combine import combine
+from clipless.grads.pieces.instantiated import Instantiated
+from clipless.grads.pieces.outer_products import OuterProducts, product_ways
+from clipless.grads.pieces.piece import Cost, NoChoice, Piece, kept, scaled, sq_norm, weighted_sum
+from clipless.grads.pieces.rearranged import Rearranged
+from clipless.grads.pieces.scattered import Scattered
+from clipless.grads.pieces.tied import Tied
+
+__all__ = [
+    "Cost",
+    "Instantiated",
+    "NoChoice",
+    "OuterProducts",
+    "Piece",
+    "Rearranged",
+    "Scattered",
+    "Tied",
+    "combine",
+    "kept",
+    "product_ways",
+    "scaled",
+    "sq_norm",
+    "weighted_sum",
+]

@@ -1,0 +1,35 @@
+"""Per-record gradients written out."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from clipless.grads.pieces.piece import NoChoice, kept, sq_norm
+
+
+class Instantiated(NoChoice):
+    """Per-record gradients written out: norm and weighted sum read the same buffer."""
+
+    def __init__(self, grads: Tensor) -> None:
+        self.grads = grads
+
+    def __len__(self) -> int:
+        return len(self.grads)
+
+    @cached_property
+    def sq_norms(self) -> Tensor:
+        return sq_norm(self.grads)
+
+    def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
+        flat, line = self.grads.reshape(len(self.grads), -1), total.view(-1)
+        torch.addmv(line, flat.mT, factors.to(flat.dtype), beta=beta, out=line)
+
+    def per_record(self) -> Tensor:
+        return self.grads
+
+    def keep(self, mask: Tensor) -> "Instantiated":
+        return Instantiated(kept(self.grads, mask))
+
+    def rows(self, some: slice) -> "Instantiated":
+        return Instantiated(self.grads[some])

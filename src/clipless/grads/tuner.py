@@ -1,0 +1,153 @@
+"""The tuner: which of the exact ways to each layer's share is taken.
+
+All ways give the same sum up to rounding; which is fastest depends on shapes, type and machine. By default a cost model
+decides, a pure function of the shapes: the same run takes the same ways on every machine and after every resume. A
+timing tuner runs each way once on the first batch of its kind and remembers, as `cudnn.benchmark` does.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from clipless.errors import InvalidArgument, InvalidType, named
+from clipless.grads.pieces import Cost, Piece
+
+MEMORY_CAP = 192 * 2**20
+# Buffers of a piece that is clipped at once are made for so many bytes of records at a time: they stay in the cache.
+CHUNK_BYTES = 8 * 2**20
+
+# The cost model, per thread: operations and bytes in a second, and the seconds of a call.
+FLOPS = 45e9
+BANDWIDTH = 9e9
+CALL = 4e-6
+REPEATS = 3
+
+# Seconds of every way by what was timed: timing tuners of one process share what they learn.
+_TIMED: dict[str, dict[str, float]] = {}
+
+
+def modelled_seconds(cost: Cost, threads: int) -> float:
+    """What a way costs by the model.
+
+    >>> modelled_seconds(Cost(flops=45e9, moved=9e9, calls=0, held=0), threads=1)
+    2.0
+    """
+    return (cost.flops / FLOPS + cost.moved / BANDWIDTH) / threads + cost.calls * CALL
+
+
+class Tuner:
+    """Chooses a way for every piece, within `memory_cap` bytes of buffers over the thriftiest ways for all records.
+
+    `timed=True` times the ways instead of modelling them: faster on unusual machines or shapes, but a run is then
+    repeatable to the last bit only where it takes the same ways (`save` and `load` carry them over).
+    """
+
+    def __init__(self, timed: bool = False, memory_cap: int = MEMORY_CAP) -> None:
+        if isinstance(memory_cap, bool) or not isinstance(memory_cap, int):
+            raise InvalidType(f"memory_cap must be a whole number of bytes, got {memory_cap!r}.")
+        if memory_cap < 0:
+            raise InvalidArgument(f"memory_cap must not be negative, got {memory_cap}.")
+        self.timed = timed
+        self.memory_cap = memory_cap
+        self._held = 0.0
+
+    def __repr__(self) -> str:
+        return f"Tuner(timed={self.timed}, memory_cap={self.memory_cap})"
+
+    def begin(self) -> None:
+        """New records come: nothing is held for them yet."""
+        self._held = 0.0
+
+    def settled(self, piece: Piece, parameter: Tensor) -> Piece:
+        """The piece in the fastest form that fits under the cap beside what is held already."""
+        ways = piece.ways()
+        if not ways:
+            return piece
+        least = min(cost.held for cost in ways.values())
+        left = self.memory_cap - self._held
+        fitting = {way: cost for way, cost in ways.items() if cost.held - least <= max(left, 0)}
+        way = self._fastest(piece, fitting, parameter)
+        self._held += ways[way].held - least
+        return piece.form(way)
+
+    def in_chunks(self, piece: Piece, parameter: Tensor) -> tuple[str | None, list[slice]]:
+        """For a piece whose factors can be had at once: the fastest way, and the records to take it for together."""
+        records, ways = len(piece), piece.ways()
+        if not ways or not records:
+            return None, [slice(0, records)]
+        way = self._fastest(piece, ways, parameter)
+        size = max(1, int(CHUNK_BYTES // (ways[way].held / records)))
+        if way == min(ways, key=lambda name: ways[name].held):
+            size = records
+        return way, [slice(first, min(first + size, records)) for first in range(0, records, size)]
+
+    def save(self, path: str | Path) -> None:
+        """Write what timing has taught this process, for `load` in another."""
+        part = Path(f"{path}.part")
+        part.write_text(json.dumps(_TIMED, indent=1, sort_keys=True), encoding="utf-8")
+        os.replace(part, path)
+
+    def load(self, path: str | Path) -> None:
+        """Take over what `save` wrote; what is in it is not timed again."""
+        try:
+            seconds = {
+                str(key): {str(way): float(value) for way, value in ways.items()}
+                for key, ways in json.loads(Path(path).read_text(encoding="utf-8")).items()
+            }
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InvalidArgument(f"{path} is not a file of timings ({error}): delete it and time anew.") from error
+        _TIMED.update(seconds)
+
+    def _fastest(self, piece: Piece, ways: Mapping[str, Cost], parameter: Tensor) -> str:
+        if len(ways) == 1:
+            return next(iter(ways))
+        if not self.timed:
+            threads = torch.get_num_threads()
+            return min(ways, key=lambda way: modelled_seconds(ways[way], threads))
+        seconds = _TIMED.setdefault(_key(piece, parameter), {})
+        for way in ways:
+            if way not in seconds:
+                seconds[way] = _measured(piece, way, parameter)
+        return min(ways, key=lambda way: seconds[way])
+
+
+def _key(piece: Piece, parameter: Tensor) -> str:
+    """What the seconds depend on; numbers of records within a factor of about 1.4 count as the same."""
+    records = 2 ** round(math.log2(max(len(piece), 1)))
+    sizes = "x".join(map(str, (records, *piece.signature)))
+    threads = torch.get_num_threads()
+    return f"{type(piece).__name__} {sizes} {parameter.dtype} {parameter.device.type} {threads} threads"
+
+
+def _measured(piece: Piece, way: str, parameter: Tensor) -> float:
+    total = torch.empty(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device=parameter.device)
+    factors = torch.ones(len(piece), dtype=total.dtype, device=parameter.device)
+    best = math.inf
+    for _ in range(REPEATS):
+        _wait(parameter)
+        begin = time.perf_counter()
+        formed = piece.rows(slice(None)).form(way)
+        formed.sq_norms  # noqa: B018
+        formed.add_to(total, factors, beta=0)
+        _wait(parameter)
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def _wait(parameter: Tensor) -> None:
+    if parameter.device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+TUNERS = {"model": Tuner, "time": lambda: Tuner(timed=True)}
+
+
+def as_tuner(tuner: "str | Tuner") -> Tuner:
+    """A tuner by its name, or as it is."""
+    return tuner if isinstance(tuner, Tuner) else named("tuner", tuner, TUNERS)()
