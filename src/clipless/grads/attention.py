@@ -53,13 +53,17 @@ def multi_head_attention(
         k, v = torch.cat([k, zeros]), torch.cat([v, zeros])
     mask = _mask(attn_mask, key_padding_mask, batch, num_heads, k.shape[0], q.dtype)
     q, k, v = (_heads(x, num_heads) for x in (q, k, v))  # [b,h,t,d]
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    attention = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout_p, training)
-    mixed = (attention @ v).permute(2, 0, 1, 3).flatten(2)  # [t,b,e]
-    output = F.linear(mixed, out_proj_weight, out_proj_bias)
-    if not need_weights:
-        return output, None
-    return output, attention.mean(1) if average_attn_weights else attention
+    attention = None
+    if need_weights:
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        attention = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout_p, training)
+        mixed = attention @ v
+    else:
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout_p if training else 0.0)
+    output = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)  # [t,b,e]
+    if attention is not None and average_attn_weights:
+        attention = attention.mean(1)
+    return output, attention
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

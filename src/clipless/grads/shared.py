@@ -81,6 +81,7 @@ _ELEMENTWISE_IN_PLACE = {Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_}
 
 
 def _operation(func: Function, args: Any, kwargs: Any) -> Any:
+    """Run an operation on shared tensors: tapped where it has records, else differentiable towards the parameters."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     shared = [leaf for leaf in leaves if isinstance(leaf, Shared)]
     operations = shared[0].operations
@@ -90,16 +91,17 @@ def _operation(func: Function, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if torch.is_grad_enabled():
             _refuse_in_place(func, owner)
-        values = [leaf.value if isinstance(leaf, Shared) else leaf for leaf in leaves]
-        result = _run(func, values, spec)
+        result = _run(func, [leaf.value.detach() if isinstance(leaf, Shared) else leaf for leaf in leaves], spec)
         outputs = differentiable(result)
-        if not any(output.requires_grad for output in outputs):
+        if not outputs or not torch.is_grad_enabled():
             return result
         dims, out_dims = operations.locate(owner, [*plain, *sizes], outputs)
         if out_dims[0] is not None:
-            detached = [leaf.value.detach() if isinstance(leaf, Shared) else leaf for leaf in leaves]
             crossing = Crossing(func, leaves, spec, dims, out_dims, len(plain))
-            return _replaced(_run(func, detached, spec), lambda outs: operations.wrap(crossing, outs))
+            return _replaced(result, lambda outs: operations.wrap(crossing, outs))
+        result = _run(func, [leaf.value if isinstance(leaf, Shared) else leaf for leaf in leaves], spec)
+        if not any(output.requires_grad for output in differentiable(result)):
+            return result
     roots = tuple({id(r): r for tensor in shared for r in tensor.roots}.values())
     return _replaced(result, lambda outs: tuple(Shared.of(out, roots, operations) for out in outs))
 

@@ -1,5 +1,6 @@
 """Normalisation layers that look at one record at a time."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,10 +19,18 @@ def layer_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
 
 @register(nn.GroupNorm)
 def group_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
-    module = use.module
+    """From sums over positions alone, as torch does: Σ g·(x - mean)/std = (Σ g·x - mean·Σ g)/std."""
+    module, acts, grad = use.module, use.batched(), at_least_float32(grads[0])
     assert isinstance(module, nn.GroupNorm)
-    normalised = F.group_norm(use.batched(), module.num_groups, eps=module.eps)
-    return _affine(use, normalised, grads[0], dims=range(2, normalised.dim()))
+    b, c = acts.shape[:2]
+    x, g = acts.reshape(b, c, -1), grad.reshape(b, c, -1)
+    shift = g.sum(2)
+    pieces: dict[str, Piece] = {"bias": Instantiated(shift)}
+    if "weight" in use.wanted:
+        _, *statistics = torch.native_group_norm(x, None, None, b, c, x.shape[2], module.num_groups, module.eps)
+        mean, rstd = (s.repeat_interleave(c // module.num_groups, 1) for s in statistics)  # [b,c]
+        pieces["weight"] = Instantiated((torch.linalg.vecdot(x, g) - mean * shift) * rstd)
+    return {name: pieces[name] for name in use.wanted}
 
 
 @register(nn.RMSNorm)
