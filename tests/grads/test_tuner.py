@@ -1,0 +1,168 @@
+"""The tuner: every way gives the same share, the cap holds, timing is remembered, the model needs no clock."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import clipless
+from clipless.errors import InvalidArgument, InvalidType
+from clipless.grads import Tuner, as_tuner, tuner
+from clipless.grads.pieces import Instantiated, OuterProducts, Piece, Scattered, Tied, weighted_sum
+from clipless.grads.rules.conv import Correlation
+
+
+def outer(b: int = 6, t: int = 5, i: int = 7, o: int = 4) -> tuple[Piece, Tensor]:
+    torch.manual_seed(0)
+    return OuterProducts(torch.randn(b, t, i), torch.randn(b, t, o)), torch.empty(o, i)
+
+
+def tied() -> tuple[Piece, Tensor]:
+    torch.manual_seed(0)
+    table = Scattered(torch.randint(9, (6, 5)), torch.randn(6, 5, 4), 9)
+    return Tied(table, OuterProducts(torch.randn(6, 3, 4), torch.randn(6, 3, 9))), torch.empty(9, 4)
+
+
+def correlation(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, size: int) -> tuple[Piece, Tensor]:
+    torch.manual_seed(0)
+    rank = len(module.kernel_size)
+    acts = torch.randn(6, module.in_channels, *[size] * rank)
+    grads = torch.randn_like(module(acts))
+    return Correlation(module, acts, grads, [int(p) for p in module.padding]), module.weight
+
+
+PIECES = {
+    "outer products": lambda: outer(),
+    "one position": lambda: outer(t=1),
+    "tied": tied,
+    "conv1d": lambda: correlation(nn.Conv1d(3, 4, 3, stride=2, padding=1), 9),
+    "conv2d": lambda: correlation(nn.Conv2d(3, 4, 3, padding=1), 5),
+    "conv2d stride dilation": lambda: correlation(nn.Conv2d(3, 4, (2, 3), stride=(2, 1), padding=1, dilation=2), 8),
+    "conv2d rest": lambda: correlation(nn.Conv2d(2, 3, 2, stride=3), 7),
+    "conv2d one output": lambda: correlation(nn.Conv2d(2, 3, 4), 4),
+    "conv2d groups": lambda: correlation(nn.Conv2d(4, 4, 3, padding=1, groups=2), 5),
+    "conv3d": lambda: correlation(nn.Conv3d(2, 3, 2, padding=1), 3),
+}
+
+
+@pytest.mark.parametrize("make", PIECES.values(), ids=PIECES)
+def test_every_way_gives_the_same_norms_and_sum(make: object) -> None:
+    piece, parameter = make()  # type: ignore[operator]
+    grads = piece.per_record().double()
+    factors = torch.rand(len(piece))
+    for way in piece.ways():
+        formed = piece.form(way)
+        torch.testing.assert_close(formed.sq_norms.double(), grads.flatten(1).square().sum(1), rtol=1e-4, atol=1e-6)
+        expected = torch.tensordot(factors.double(), grads, 1)
+        torch.testing.assert_close(weighted_sum(formed, factors, parameter).double(), expected, rtol=1e-4, atol=1e-4)
+        total = torch.ones_like(parameter)
+        formed.add_to(total, factors, beta=1)
+        torch.testing.assert_close(total.double(), expected + 1, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(formed.per_record().double(), grads, rtol=1e-4, atol=1e-5)
+        some = slice(2, 5)
+        torch.testing.assert_close(piece.rows(some).form(way).sq_norms, formed.sq_norms[some], rtol=1e-4, atol=1e-6)
+        mask = torch.tensor([True, False, True, True, False, True])
+        kept = formed.keep(mask)
+        assert (kept.sq_norms[~mask] == 0).all()
+        torch.testing.assert_close(kept.sq_norms[mask], formed.sq_norms[mask], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_without_memory_the_thriftiest_way_is_taken(timed: bool) -> None:
+    piece, parameter = outer(b=3, t=64, i=300, o=300)
+    assert isinstance(Tuner(timed, memory_cap=0).settled(piece, parameter), OuterProducts)
+
+
+def test_the_cap_holds_over_all_pieces_of_a_part_and_anew_for_the_next() -> None:
+    piece, parameter = outer(b=3, t=400, i=40, o=40)
+    extra = piece.ways()["ghost"].held - piece.ways()["written"].held
+    assert extra > 0, "here writing out is the thrifty way"
+    piece, parameter = outer(b=3, t=60, i=100, o=100)
+    ways = piece.ways()
+    extra = ways["written"].held - ways["ghost"].held
+    some = Tuner(memory_cap=int(2.5 * extra))
+    for _ in range(2):
+        some.begin()
+        taken = [isinstance(some.settled(piece, parameter), Instantiated) for _ in range(4)]
+        assert taken == [True, True, False, False]
+
+
+def test_chunks_cover_every_record_once_and_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece, parameter = outer(b=10, t=60, i=100, o=100)
+    monkeypatch.setattr(tuner, "CHUNK_BYTES", 3 * 4 * 100 * 100)
+    way, chunks = Tuner().in_chunks(piece, parameter)
+    assert way == "written"
+    assert [r for chunk in chunks for r in range(10)[chunk]] == list(range(10))
+    assert max(len(range(10)[chunk]) for chunk in chunks) == 3
+
+
+def test_the_model_reads_no_clock_and_the_timer_each_way_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece, parameter = outer(b=3, t=60, i=100, o=100)
+    calls: list[str] = []
+
+    def measured(piece: Piece, way: str, parameter: Tensor) -> float:
+        calls.append(way)
+        return {"ghost": 1.0, "written": 2.0}[way]
+
+    monkeypatch.setattr(tuner, "_TIMED", {})
+    monkeypatch.setattr(tuner, "_measured", measured)
+    Tuner().settled(piece, parameter)
+    assert calls == []
+    for _ in range(3):
+        assert isinstance(Tuner(timed=True).settled(piece, parameter), OuterProducts)
+    assert sorted(calls) == ["ghost", "written"]
+    Tuner(timed=True).settled(outer(b=3, t=60, i=101, o=100)[0], parameter)
+    assert len(calls) == 4
+
+
+def test_timings_are_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    piece, parameter = outer(b=3, t=60, i=100, o=100)
+    monkeypatch.setattr(tuner, "_TIMED", {})
+    first = Tuner(timed=True).settled(piece, parameter)
+    Tuner(timed=True).save(tmp_path / "timings.json")
+    assert len(json.loads((tmp_path / "timings.json").read_text())) == 1
+
+    monkeypatch.setattr(tuner, "_TIMED", {})
+    monkeypatch.setattr(tuner, "_measured", lambda *_: pytest.fail("timed again"))
+    again = Tuner(timed=True)
+    again.load(tmp_path / "timings.json")
+    assert type(again.settled(piece, parameter)) is type(first)
+    (tmp_path / "timings.json").write_text("[1]")
+    with pytest.raises(InvalidArgument, match="not a file of timings"):
+        again.load(tmp_path / "timings.json")
+
+
+@pytest.mark.parametrize("groups", ["flat", "per-layer"])
+def test_a_run_by_every_tuner_is_the_same_up_to_rounding(groups: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 1, 12, 12), torch.randint(4, (8,))
+    weights = []
+    for tuner in ("model", "time", Tuner(memory_cap=0), Tuner(timed=True, memory_cap=2**30)):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(512, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        private = clipless.make_private(
+            model, optimizer, TensorDataset(x, y), noise_multiplier=1.0, delta=1e-3, batch_size=4, steps=3, seed=2,
+            clipping=clipless.auto_s(groups=groups), tuner=tuner,
+        )  # fmt: skip
+        for images, classes in private.loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), classes).backward()
+            optimizer.step()
+        private.detach()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    for other in weights[1:]:
+        torch.testing.assert_close(other, weights[0], rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_a_tuner_is_refused() -> None:
+    assert as_tuner("time").timed
+    with pytest.raises(InvalidArgument, match="unknown tuner 'tim'"):
+        as_tuner("tim")
+    with pytest.raises(InvalidArgument, match="negative"):
+        Tuner(memory_cap=-1)
+    with pytest.raises(InvalidType, match="whole number"):
+        Tuner(memory_cap=1.5)  # type: ignore[arg-type]
