@@ -42,7 +42,7 @@ def test_train_writes_a_run_and_says_where(tmp_path: Path) -> None:
     assert 0 < run["metrics"]["epsilon"] <= 3.0
     assert run["plan"]
     assert run["ledger"]
-    assert {path.name for path in folder.iterdir()} == {"run.json", "model.pt"}
+    assert {path.name for path in folder.iterdir()} == {"run.json", "model.pt", "ledger.jsonl"}
 
 
 def test_train_json_is_all_of_stdout(tmp_path: Path) -> None:
