@@ -60,6 +60,7 @@ class Settings:
 
     `clipping="none"` trains without privacy, and `epsilon`, `delta` and `accountant` are then unused. `delta=None`
     stands for N ** -1.1, `lr=None` for the optimizer's default, `seed=None` for randomness from the operating system.
+    A `noise_multiplier` takes the place of `epsilon`.
     """
 
     model: str = "mlp"
@@ -73,6 +74,7 @@ class Settings:
     seed: int | None = None
     accountant: str = "pld"
     noise: str = "torch"
+    noise_multiplier: float | None = None
 
     @property
     def private(self) -> bool:
@@ -270,9 +272,12 @@ def _checked(data: Data, settings: Settings) -> OptimizerChoice:
 
 
 def _seeds(seed: int | None) -> tuple[int, int, int | None]:
-    """Independent seeds of the model, of shuffling, and of sampling and noise (None: the private step draws one)."""
+    """Independent seeds of the model, of shuffling, and of sampling and noise (None: the private step draws one).
+
+    A seed of more than 32 bits reaches the noise whole: 32 bits can be searched.
+    """
     model, shuffle, noise = (int(part) for part in np.random.SeedSequence(seed).generate_state(3))
-    return model, shuffle, None if seed is None else noise
+    return model, shuffle, noise if seed is not None and seed < 2**32 else seed
 
 
 @contextmanager
@@ -293,7 +298,8 @@ def _attach(
         model,
         optimizer,
         data.train,
-        epsilon=settings.epsilon,
+        epsilon=settings.epsilon if settings.noise_multiplier is None else None,
+        noise_multiplier=settings.noise_multiplier,
         delta=settings.delta,
         batch_size=settings.batch_size,
         epochs=settings.epochs,

@@ -102,7 +102,7 @@ def total(
     """The epsilon of choosing the best among runs that are alike, with this noise.
 
     >>> round(total("grid", 2.0, 1e-5, candidates=4, sample_rate=0.01, steps=250), 2)
-    0.56
+    0.62
     """
     chosen = method_named(method, candidates, coverage) if isinstance(method, str) else method
     z = checks.positive_multiplier("noise_multiplier", noise_multiplier)

@@ -60,7 +60,7 @@ class Repetitions:
     def missing(self, chance: float) -> float:
         """The chance that something which happens in each run with that chance happens in none: E[(1 - chance)^K].
 
-        >>> Repetitions(mean=4.0).missing(0.5)
+        >>> round(Repetitions(mean=4.0).missing(0.5), 12)
         0.2
         """
         if self.shape == math.inf:
