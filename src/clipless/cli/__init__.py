@@ -1,8 +1,8 @@
-"""The command line: `clipless train`, `clipless budget`, `clipless check`, `clipless report`.
+"""The command line: `clipless train`, `clipless budget`, `clipless check`, `clipless report`, `clipless bench`.
 
-Exit codes: 0 done, 1 a model that `check` found unsound, or a bug, 2 an argument or a data set that was refused, 3 a ledger
-whose last line is torn, shown with one step more, 4 a ledger, checkpoint or run that is damaged or was edited, of which
-nothing is shown, 130 interrupted, 143 terminated.
+Exit codes: 0 done, 1 a model that `check` found unsound, a way of clipless that failed in `bench`, or a bug, 2 an argument
+or a data set that was refused, 3 a ledger whose last line is torn, shown with one step more, 4 a ledger, checkpoint or run
+that is damaged or was edited, of which nothing is shown, 130 interrupted, 143 terminated.
 """
 
 import os
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from clipless.cli import _output
+from clipless.cli.bench import bench
 from clipless.cli.budget import budget
 from clipless.cli.check import check
 from clipless.cli.report import report
@@ -49,6 +50,7 @@ app.command(
     epilog="Example:  clipless budget --epsilon 3 --dataset-size 60000 --batch-size 2048 --epochs 40 --delta 1e-5"
 )(budget)
 app.command(epilog="Example:  clipless check --model cnn --data digits --clipping auto-s")(check)
+app.command(epilog="Example:  clipless bench --models mlp,cnn --rounds 20 --no-opacus --scaling none")(bench)
 app.command(epilog="Example:  clipless report --accountant pld runs/digits-mlp-auto-s")(report)
 
 
