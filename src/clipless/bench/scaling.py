@@ -100,7 +100,7 @@ def _plain_parts(problem: Problem, part: int) -> Runner:
 
     def step(x: Tensor, y: Tensor) -> None:
         pieces = zip(x.split(part), y.split(part), strict=True)
-        _accumulate(problem, model, optimizer, ((a, b, len(a) / len(x)) for a, b in pieces))
+        accumulate(problem, model, optimizer, ((a, b, len(a) / len(x)) for a, b in pieces))
 
     return Runner(lambda: (x, y), step, lambda: None)
 
@@ -112,7 +112,7 @@ def _private_parts(problem: Problem, part: int) -> Runner:
     batches = iter(private.loader.microbatches(part))
 
     def step(x: Tensor, y: Tensor) -> None:
-        _accumulate(problem, model, optimizer, ((a, b, 1.0) for a, b in next(batches)))
+        accumulate(problem, model, optimizer, ((a, b, 1.0) for a, b in next(batches)))
 
     def whole() -> Batch:
         return x, y
@@ -120,12 +120,13 @@ def _private_parts(problem: Problem, part: int) -> Runner:
     return Runner(whole, step, private.detach)
 
 
-def _accumulate(
+def accumulate(
     problem: Problem,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     parts: Iterator[tuple[Tensor, Tensor, float]],
 ) -> None:
+    """One step on inputs, targets and weights of the parts of a batch."""
     optimizer.zero_grad()
     for x, y, share in parts:
         loss = problem.loss(model(x), y)

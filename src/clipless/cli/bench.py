@@ -1,6 +1,6 @@
 """`clipless bench`: the time and memory of a private step against a plain one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from clipless.bench import chart, readme, results
 from clipless.bench.problems import PROBLEMS
-from clipless.bench.results import BenchResult, ModelResult, WayResult
+from clipless.bench.results import MEASURED, BenchResult, WayResult
 from clipless.bench.run import Settings, run
 from clipless.bench.scaling import AXES
 from clipless.bench.ways import CLIPLESS, chosen, listed
@@ -21,6 +21,18 @@ from clipless.cli import _output
 from clipless.training import check_writable
 
 QUICK_ROUNDS = 3
+TIME = {
+    "ms": ("min_ms", ".4g"),
+    "x minima": ("ratio_of_minima", ".2f"),
+    "x median": ("median_of_ratios", ".2f"),
+    "spread": ("median_over_minimum", ".2f"),
+}
+MEMORY = {
+    "peak MB": ("peak_mb", ".0f"),
+    "x peak": ("peak_over_plain", ".2f"),
+    "above import MB": ("peak_above_import_mb", ".0f"),
+    "x above import": ("peak_above_import_over_plain", ".2f"),
+}
 
 
 def bench(
@@ -109,7 +121,9 @@ def _progress(*, visible: bool) -> Iterator[Report]:
 
 def _show(result: BenchResult, written: list[Path]) -> None:
     console = Console()
-    console.print(_steps(result))
+    console.print(_by_model("Time of a training step, x times plain training", result, TIME))
+    if any(way.memory for model in result.models.values() for way in model.ways.values()):
+        console.print(_by_model("Peak memory, x times plain training", result, MEMORY))
     for name, model in result.models.items():
         for way, found in model.ways.items():
             if note := _note(found):
@@ -130,29 +144,20 @@ def _say(console: Console, line: str) -> None:
     console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _steps(result: BenchResult) -> Table:
-    memory = any(way.memory for model in result.models.values() for way in model.ways.values())
-    table = Table(title="One training step, over plain training", title_justify="left")
+def _by_model(title: str, result: BenchResult, columns: Mapping[str, tuple[str, str]]) -> Table:
+    """A row for each way of each model; a way without numbers tells its status."""
+    table = Table(title=title, title_justify="left")
     for name in ("model", "way"):
         table.add_column(name, no_wrap=True)
-    for name in ("ms", "x minima", "x median", "spread"):
-        table.add_column(name, justify="right")
-    for name in ("MB", "x MB", "x MB above import") if memory else ():
+    for name in columns:
         table.add_column(name, justify="right")
     for name, model in result.models.items():
         for number, (way, found) in enumerate(model.ways.items()):
-            last = number == len(model.ways) - 1
-            table.add_row("" if number else name, way, *_figures(model, found, memory), end_section=last)
+            figures = found.figures(model.plain)
+            cells = [format(figures[key], spec) if key in figures else "-" for key, spec in columns.values()]
+            cells = cells if found.status == MEASURED else [found.status, *cells[1:]]
+            table.add_row("" if number else name, way, *cells, end_section=number == len(model.ways) - 1)
     return table
-
-
-def _figures(model: ModelResult, way: WayResult, memory: bool) -> list[str]:
-    figures = way.figures(model.plain)
-    formats = {"min_ms": ".4g", "ratio_of_minima": ".2f", "median_of_ratios": ".2f", "median_over_minimum": ".2f"}
-    if memory:
-        formats |= {"peak_mb": ".0f", "peak_over_plain": ".2f", "peak_above_import_over_plain": ".2f"}
-    cells = [format(figures[name], spec) if name in figures else "-" for name, spec in formats.items()]
-    return cells if way.ms else [way.status, *cells[1:]]
 
 
 def _note(way: WayResult) -> str:
