@@ -19,8 +19,8 @@ from clipless.errors import InvalidArgument
 from clipless.noise.source import Span, blocks, released_dtype, stream_number, usable
 from clipless.noise.threads import share
 
-# Numbers made under one counter range: enough to make Python's share small, and buffers that stay in a core's cache.
-BLOCK = 2**15
+# Numbers made under one counter range: enough to make the share of Python small, few enough for the cache.
+BLOCK = 2**16
 Floats = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.uint8]
 Keystream = Callable[[Bytes, int], None]
