@@ -25,9 +25,10 @@ def draw(result: BenchResult, folder: Path) -> list[Path]:
 def _bars(result: BenchResult) -> Any:
     """For each model a bar per way; the axis is logarithmic when another library is in, whose bars may be long."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
 
     ways, models = result.ways(), list(result.models)
-    figure = Figure(figsize=(2 + 1.4 * len(models), 4))
+    figure = Figure(figsize=(4 + len(models), 4), layout="constrained")
     axes = figure.subplots()
     thickness = 0.8 / max(1, len(ways))
     for number, way in enumerate(ways):
@@ -38,17 +39,20 @@ def _bars(result: BenchResult) -> Any:
     axes.axhline(1.0, color="black", linewidth=0.8)
     if any(way.startswith(OPACUS) for way in ways):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
+        axes.tick_params(axis="y", which="minor", labelsize=6)
     axes.set_xticks(range(len(models)), models)
     axes.set(ylabel="time over plain training", title="One training step, ratio of minima")
     axes.margins(y=0.15)
-    axes.legend(fontsize=7, ncols=2)
+    figure.legend(loc="outside lower center", fontsize=7, ncols=6)
     return figure
 
 
 def _lines(result: BenchResult) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * len(result.scaling), 3.6))
+    figure = Figure(figsize=(4 * len(result.scaling), 3.6), layout="constrained")
     for axes, curve in zip(
         figure.subplots(1, len(result.scaling), squeeze=False)[0], result.scaling.values(), strict=True
     ):
@@ -65,7 +69,6 @@ def _save(figure: Any, stem: Path) -> list[Path]:
     import matplotlib as mpl
 
     paths = [stem.with_suffix(suffix) for suffix in SUFFIXES]
-    figure.tight_layout()
     with mpl.rc_context({"svg.hashsalt": "clipless"}):
         for path in paths:
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)

@@ -14,6 +14,7 @@ from clipless.bench.arithmetic import geometric_mean, median_of_ratios, ratio_of
 from clipless.bench.memory import Memory
 from clipless.bench.scaling import Curve
 from clipless.bench.ways import PLAIN
+from clipless.durable import replace_file
 from clipless.errors import InvalidArgument
 
 KIND = "clipless bench"
@@ -156,7 +157,9 @@ class BenchResult:
 
 
 def save(result: BenchResult, path: Path) -> None:
-    path.write_text(json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    """The file appears whole or not at all, so that an interrupted run keeps what it had."""
+    text = json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n"
+    replace_file(path, lambda file: file.write(text.encode()))
 
 
 def load(path: Path) -> BenchResult:

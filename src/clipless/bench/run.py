@@ -62,7 +62,8 @@ class Settings:
 
 
 def run(settings: Settings, report: Report, keep: Callable[[BenchResult], None]) -> BenchResult:
-    """Measure everything. `keep` gets what there is so far after each model; `report` what is done, and of how much."""
+    """Measure everything. `report` hears what is done, and of how much; `keep` gets what there is after each model and
+    each curve."""
     settings.checked()
     with _threads(settings.threads), opacus_ways.quiet():
         result = BenchResult(
@@ -80,6 +81,7 @@ def run(settings: Settings, report: Report, keep: Callable[[BenchResult], None])
             tick = work.ticker(f"scaling {name}", SCALING_MS)
             curve = scaling.curve(scaling.AXES[name], settings.scaling_rounds, tiny=settings.tiny, tick=tick)
             result = replace(result, scaling={**result.scaling, name: curve})
+            keep(result)
         result = replace(result, complete=True)
         keep(result)
     return result

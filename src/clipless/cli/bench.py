@@ -20,7 +20,7 @@ from clipless.bench.work import Report
 from clipless.cli import _output
 from clipless.training import check_writable
 
-QUICK_ROUNDS = 3
+ROUNDS, QUICK_ROUNDS = 30, 3
 TIME = {
     "ms": ("min_ms", ".4g"),
     "x minima": ("ratio_of_minima", ".2f"),
@@ -40,7 +40,9 @@ def bench(
     clippings: Annotated[
         str, typer.Option(help=f"short (auto-s, auto-s per-layer, dc-e), all, or some of {', '.join(CLIPLESS)}.")
     ] = "short",
-    rounds: Annotated[int, typer.Option(help="Timed steps of every way, in turn.")] = 30,
+    rounds: Annotated[
+        int | None, typer.Option(help="Timed steps of every way, in turn. Default: 30, with --quick 3.")
+    ] = None,
     warm_up: Annotated[int, typer.Option(help="Steps of every way before the clock is looked at.")] = 3,
     threads: Annotated[int, typer.Option(help="Threads of torch, in every way the same.")] = 2,
     opacus: Annotated[
@@ -54,7 +56,7 @@ def bench(
         float, typer.Option("--seconds-per-way", help="A way slower than this over its rounds stops early.")
     ] = 120.0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny models and 3 rounds: to try the command, not to quote.")
+        bool, typer.Option("--quick", help="Tiny models and few rounds: to try the command, not to quote.")
     ] = False,
     out: Annotated[
         Path | None,
@@ -72,23 +74,24 @@ def bench(
 ) -> None:
     """Time and peak memory of one private training step over plain training, and how both grow.
 
-    All ways take their steps in turn in one process, on the same records, noise included. The exit code is 1 when a way
-    of clipless failed.
+    All ways take their steps in turn in one process, on the same records, noise included. With --readme the table goes
+    between the lines <!-- speed --> and <!-- end of speed --> of a page. The exit code is 1 when a way of clipless failed.
     """
     result = None if stored is None else results.load(stored)
     folder = out or (stored.parent if stored else Path("runs/bench"))
     check_writable(folder)
     if result is None:
+        times = (QUICK_ROUNDS if quick else ROUNDS) if rounds is None else rounds
         settings = Settings(
             models=tuple(PROBLEMS) if models == "all" else listed(models),
             ways=chosen(clippings, opacus),
-            rounds=QUICK_ROUNDS if quick else rounds,
-            warm_up=1 if quick else warm_up,
+            rounds=times,
+            warm_up=warm_up,
             threads=threads,
             budget=budget,
             memory=memory,
             axes={"all": tuple(AXES), "none": ()}.get(scaling, listed(scaling)),
-            scaling_rounds=QUICK_ROUNDS if quick else max(1, rounds // 2),
+            scaling_rounds=(times + 1) // 2,
             tiny=quick,
         ).checked()
         with _progress(visible=not as_json) as report:
