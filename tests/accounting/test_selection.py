@@ -282,6 +282,9 @@ def test_a_delta_that_leaves_nothing_to_the_runs() -> None:
         price(method, 1.0, 1e-21, [FULL_BATCH] * 5)
     with pytest.raises(InvalidArgument, match="no amount of noise"):
         single_run("papernot-steinke", 1e-5, 1e-5, 50, 1.0, 10)
+    possible = prices(1e-5, 1e-5, [FULL_BATCH] * 5)
+    assert [one.method.name for one in possible] == ["liu-talwar", "grid"]
+    assert single_run("auto", 1e-5, 1e-5, 5, 1.0, 50).method.name == "grid"
 
 
 GOOD = SelectionEvent.of(LiuTalwar(2, 0.25), [full_batch(5.0)] * 2).to_dict()

@@ -1,4 +1,4 @@
-"""The command line: `clipless train`, `clipless budget`, `clipless check`, `clipless report`, `clipless bench`.
+"""The command line: `clipless train`, `tune`, `budget`, `check`, `report`, `bench`.
 
 Exit codes: 0 done, 1 a model that `check` found unsound, a way of clipless that failed in `bench`, or a bug, 2 an argument
 or a data set that was refused, 3 a ledger whose last line is torn, shown with one step more, 4 a ledger, checkpoint or run
@@ -18,6 +18,7 @@ from clipless.cli.budget import budget
 from clipless.cli.check import check
 from clipless.cli.report import report
 from clipless.cli.train import train
+from clipless.cli.tune import tune
 from clipless.errors import CliplessError, DamagedFile
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ app.command(
 )(budget)
 app.command(epilog="Example:  clipless check --model cnn --data digits --clipping auto-s")(check)
 app.command(epilog="Example:  clipless bench --models mlp,cnn --rounds 20 --no-opacus --scaling none")(bench)
+app.command(epilog="Example:  clipless tune --try lr=0.05,0.1,0.2 --try clipping=auto-s,dc-e --epsilon 3")(tune)
 app.command(epilog="Example:  clipless report --accountant pld runs/digits-mlp-auto-s")(report)
 
 

@@ -164,13 +164,27 @@ def _as_rows(reading: Reading, spent: Spent) -> dict[str, str]:
         "state": reading.progress,
         "promised": f"({_output.short(plan['epsilon'])}, {_output.short(plan['delta'])})-DP, {plan['neighbouring']}",
         **_spent_rows(spent),
-        "steps": f"{spent.steps} of {plan['steps']}",
         **{f"{kind} events": str(count) for kind, count in others.items()},
+        **(_search_rows(plan["tuning"]) if "tuning" in plan else _run_rows(plan, spent)),
+        "ledger": reading.state,
+        **head,
+    }
+
+
+def _run_rows(plan: dict[str, Any], spent: Spent) -> dict[str, str]:
+    return {
+        "steps": f"{spent.steps} of {plan['steps']}",
         "batches": f"{plan['sampling']}, {plan['expected_batch']} expected of {plan['dataset_size']}",
         "clipping": f"{plan['clipping']['name']}, {plan['clipping']['policy']}",
         "noise": f"multiplier {plan['noise_multiplier']:.4g}, source {plan['noise']}",
-        "ledger": reading.state,
-        **head,
+    }
+
+
+def _search_rows(search: dict[str, Any]) -> dict[str, str]:
+    return {
+        "steps": "those of the search, priced as a whole",
+        "search": f"{len(search['candidates'])} candidates, chosen by {search['method']}",
+        "one run": f"({_output.short(search['run_epsilon'])}, {_output.short(search['run_delta'])})-DP by itself",
     }
 
 

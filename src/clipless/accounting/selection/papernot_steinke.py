@@ -98,12 +98,14 @@ class PapernotSteinke:
         return best
 
     def _dominating(self, kind: tuple[Release, ...], kinds: list[tuple[Release, ...]], delta: float) -> float:
-        orders = _near(self._best(kind, delta)[1], FINER[0])
-        own = divergences(kind, orders)
-        lacking = max(float(np.max(divergences(other, orders) - own)) for other in kinds)
-        if not math.isfinite(lacking):
-            return math.inf
-        return self._at(kind, orders, delta, surcharge=max(0.0, lacking))[0]
+        """By this run, charged what it lacks to be the worst at all orders up to some order: the best such order."""
+        near = _near(self._best(kind, delta)[1], FINER[0])
+        curves = np.array([divergences(kind, near), *(divergences(other, near) for other in kinds)])
+        known = np.isfinite(curves).all(axis=0)
+        orders = [order for order, usable in zip(near, known, strict=True) if usable]
+        lacking = np.maximum.accumulate(curves[:, known].max(axis=0) - curves[0, known])
+        prices = [self._at(kind, orders[: k + 1], delta, float(extra))[0] for k, extra in enumerate(lacking)]
+        return min(prices, default=math.inf)
 
     def _at(
         self, kind: tuple[Release, ...], orders: Sequence[float], delta: float, surcharge: float = 0.0

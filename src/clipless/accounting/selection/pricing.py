@@ -23,6 +23,10 @@ AUTO = "auto"
 MOST_NOISE = 1e6
 
 
+class OutOfReach(InvalidArgument):
+    """A total so small that a method cannot keep to it with any amount of noise."""
+
+
 @dataclass(frozen=True)
 class RunShape:
     """A run but for its noise: `stairs` are (relative noise multiplier, steps), in order.
@@ -166,8 +170,17 @@ def prices(
     accountant: str = "pld",
     coverage: float | None = None,
 ) -> tuple[SingleRun, ...]:
-    """The budget of one run by every method, at the same coverage where a method leaves it open."""
-    return tuple(price(name, epsilon, delta, shapes, accountant, coverage) for name in METHODS)
+    """The budget of one run by every method that can keep to the total, at the same coverage where one leaves it open."""
+    found: list[SingleRun] = []
+    refused: InvalidArgument | None = None
+    for name in METHODS:
+        try:
+            found.append(price(name, epsilon, delta, shapes, accountant, coverage))
+        except OutOfReach as error:
+            refused = error
+    if not found and refused:
+        raise refused
+    return tuple(found)
 
 
 def cheapest(priced: Sequence[SingleRun]) -> SingleRun:
@@ -195,7 +208,7 @@ def _alone(method: SelectionMethod, shape: RunShape, target: float, delta: float
 def _bounded(spent: Callable[[float], float], method: SelectionMethod, delta: float) -> Callable[[float], float]:
     def bounded(scale: float) -> float:
         if scale > MOST_NOISE:
-            raise InvalidArgument(
+            raise OutOfReach(
                 f"no amount of noise keeps {method.name} within this total at delta={delta:g}: choose a larger epsilon "
                 "or delta, fewer candidates, or another method."
             )
@@ -214,6 +227,16 @@ def _figures(priced: SingleRun) -> str:
 def _sentence(priced: SingleRun) -> str:
     shown = "all runs may be seen" if priced.method.releases_all else "only the best run may be seen"
     return (
-        f"Each run spends at most ({priced.run_epsilon:.4g}, {priced.run_delta:.4g}) alone; choosing by "
-        f"{priced.method.name} costs ({priced.spent:.4g}, {priced.delta:.4g}) in total, and {shown}."
+        f"Each run spends at most ({_up(priced.run_epsilon)}, {_up(priced.run_delta)}) alone; choosing by "
+        f"{priced.method.name} costs ({_up(priced.spent)}, {_up(priced.delta)}) in total, and {shown}."
     )
+
+
+def _up(value: float) -> str:
+    """Four digits, rounded up, so that nothing is understated.
+
+    >>> _up(2.99312), _up(4.6165e-14), _up(3.0)
+    ('2.994', '4.617e-14', '3')
+    """
+    shown = float(f"{value:.4g}")
+    return f"{shown if shown >= value else shown + 10.0 ** (math.floor(math.log10(value)) - 3):.4g}"
