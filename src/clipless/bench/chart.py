@@ -59,6 +59,8 @@ def _lines(result: BenchResult) -> Any:
         axes.plot(curve.sizes, curve.plain_ms, "o-", label=f"plain, slope {curve.plain_slope:.2f}")
         axes.plot(curve.sizes, curve.private_ms, "o-", label=f"auto-s, slope {curve.private_slope:.2f}")
         axes.set(xscale="log", yscale="log", xlabel=curve.title, ylabel="ms per step")
+        axes.set_xticks(curve.sizes, [str(size) for size in curve.sizes], fontsize=7)
+        axes.minorticks_off()
         axes.xaxis.label.set_size(7)
         axes.legend(fontsize=7)
     return figure
