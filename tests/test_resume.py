@@ -315,8 +315,21 @@ def command(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(full, cwd=cwd, env=ENVIRONMENT, preexec_fn=heed_interrupts, **pipes)  # type: ignore[call-overload, no-any-return]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_finishes_the_step_and_saves_and_resume_goes_on(tmp_path: Path, number: int, code: int) -> None:
+def interrupted(arguments: list[str], number: int, ledger: Path, lines: int) -> tuple[int, str]:
+    """Exit code and stderr of a training process that gets a signal once its ledger has so many lines."""
+    with command("train", *arguments, cwd=ledger.parents[1]) as process:
+        try:
+            while not ledger.exists() or len(ledger.read_bytes().splitlines()) < lines:
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.02)
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    return process.returncode, errors
+
+
+def test_a_signal_finishes_the_step_and_saves_and_resume_goes_on(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import time\nfrom torch import nn\n"
         "class Slow(nn.Module):\n"
@@ -325,24 +338,15 @@ def test_a_signal_finishes_the_step_and_saves_and_resume_goes_on(tmp_path: Path,
     )
     options = ["--model", "slow:make", "--epochs", "3", "--seed", "3", "--accountant", "rdp", "--out", "run"]
     ledger = tmp_path / "run" / "ledger.jsonl"
-    with command("train", *options, "--checkpoint-every", "1000", cwd=tmp_path) as process:
-        try:
-            while not ledger.exists() or len(ledger.read_bytes().splitlines()) < 4:
-                assert process.poll() is None, process.communicate()
-                time.sleep(0.02)
-            process.send_signal(number)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == code
-    assert "Traceback" not in errors
+    code, errors = interrupted([*options, "--checkpoint-every", "1000"], signal.SIGTERM, ledger, 4)
+    assert (code, "Traceback" in errors) == (143, False)
     assert "clipless train --resume --out run" in errors
-    found = read_ledger(ledger)
-    about = saved_about(tmp_path / "run")
-    assert about is not None
+    first = read_ledger(ledger)
+    code, errors = interrupted(["--resume", "--out", "run"], signal.SIGINT, ledger, len(first.entries) + 4)
+    assert (code, "Traceback" in errors) == (130, False)
     with command("train", "--resume", "--out", "run", "--json", cwd=tmp_path) as process:
         output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert json.loads(output)["metrics"]["steps"] == 3 * 6
-    assert read_ledger(ledger, head=found.head).run == found.run
+    assert read_ledger(ledger, head=first.head).run == first.run
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
