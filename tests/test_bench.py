@@ -44,7 +44,13 @@ def made_up(**changes: object) -> BenchResult:
     other = found | {"auto-s": replace(auto_s, ms=(30.0, 36.0, 31.5))}
     result = BenchResult(
         date="2026-01-02T03:04:05+00:00",
-        machine={"cpu": "Some CPU", "threads": 2, "versions": {"torch": "2.13.0"}, "load_average_before": 0.1},
+        machine={
+            "cpu": "Some CPU",
+            "usable_cores": 2,
+            "threads": 2,
+            "versions": {"torch": "2.13.0"},
+            "load_average_before": 0.1,
+        },
         settings={"rounds": 3, "tiny": False},
         models={
             "mlp": ModelResult("MLP", 512, 1000, 1000, 0.1, found),
@@ -265,6 +271,7 @@ def test_figures_come_from_the_raw_values(tmp_path: Path) -> None:
 def test_a_busy_machine_and_an_unfinished_run_are_warned_of() -> None:
     assert made_up().warnings() == []
     assert "not finished" in made_up(complete=False).warnings()[0]
+    assert "load average was 2.5" in made_up(machine={**made_up().machine, "load_average_before": 2.5}).warnings()[0]
     model = made_up().models["mlp"]
     busy = replace(model, ways={PLAIN: WayResult(ms=(10.0, 13.0, 14.0), plain_ms=(10.0, 13.0, 14.0))})
     assert "1.30 times its minimum" in made_up(models={"mlp": busy}).warnings()[0]

@@ -125,7 +125,12 @@ class BenchResult:
 
     def warnings(self) -> list[str]:
         """What keeps the numbers from being trusted."""
+        load, cores = self.machine["load_average_before"], self.machine["usable_cores"]
         notes = []
+        if load is not None and load > cores:
+            notes.append(
+                f"the load average was {load:g} on {cores} cores before the run: measure again on a quiet machine."
+            )
         for name, model in self.models.items():
             if model.plain.ms and spread(model.plain.ms) > BUSY:
                 notes.append(
