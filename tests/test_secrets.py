@@ -25,7 +25,7 @@ from clipless.sampling import Batch
 
 # So many records that a true count, of four digits, is no number that would be written for another reason.
 SIZE, BATCH, TEST = 20_011, 6_007, 997
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")  # a number of its own, no digits of a hash
 
 
 @dataclass
@@ -112,7 +112,7 @@ def told(text: str, spy: Spy) -> list[str]:
 
 
 def _tells(number: float, digits: int, known: np.ndarray) -> bool:
-    return bool((np.abs(known - number) <= 10.0 ** (1 - digits) * np.abs(known)).any())
+    return bool((np.abs(np.abs(known) - number) <= 10.0 ** (1 - digits) * np.abs(known)).any())
 
 
 def records(count: int) -> tuple[np.ndarray, np.ndarray]:
