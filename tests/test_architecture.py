@@ -8,8 +8,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "clipless"
 FILES = sorted(SOURCE.rglob("*.py"))
-MEETING_PLACES = {"__init__", "private", "plan", "training", "preflight", "oracle", "cli", "grads"}
-FOUNDATIONS = {"errors", "partition", "noise", "thresholds", "clipping"}
+MEETING_PLACES = {"__init__", "private", "plan", "training", "keeping", "preflight", "oracle", "cli", "grads", "tuning"}
+FOUNDATIONS = {"errors", "durable", "partition", "noise", "thresholds", "clipping"}
 
 
 def room(path: Path) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import clipless
-from clipless.cli import app
+from clipless.cli import app, main
 
 QUICK = ["train", "--model", "linear", "--epochs", "2", "--batch-size", "256"]
 RUN = ["--dataset-size", "60000", "--batch-size", "600", "--epochs", "10", "--delta", "1e-5"]
@@ -42,7 +43,7 @@ def test_train_writes_a_run_and_says_where(tmp_path: Path) -> None:
     assert 0 < run["metrics"]["epsilon"] <= 3.0
     assert run["plan"]
     assert run["ledger"]
-    assert {path.name for path in folder.iterdir()} == {"run.json", "model.pt"}
+    assert {path.name for path in folder.iterdir()} == {"run.json", "model.pt", "ledger.jsonl"}
 
 
 def test_train_json_is_all_of_stdout(tmp_path: Path) -> None:
@@ -217,3 +218,139 @@ def test_help_has_an_example_that_parses(command: str, monkeypatch: pytest.Monke
 def test_usage_errors_exit_2() -> None:
     for arguments in (["train", "--epsilon", "three"], ["train", "--no-such-option"], ["no-such-command"]):
         assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+# Ledgers.
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished private run."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    in_process(*QUICK, "--accountant", "rdp", "--seed", "1", "--json", "--out", str(folder))
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """What `clipless` with these arguments exits with."""
+    monkeypatch.setattr(sys, "argv", ["clipless", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_report_says_what_was_promised_and_spent(run: Path) -> None:
+    record = json.loads((run / "run.json").read_text())
+    report = json.loads(in_process("report", str(run), "--json"))
+    assert report["state"] == "finished"
+    assert report["promised"] == record["plan"]
+    assert report["spent"] == {
+        "epsilon": record["metrics"]["epsilon"],
+        "delta": record["metrics"]["delta"],
+        "steps": 12,
+        "accountant": "rdp",
+    }
+    assert report["ledger"] == {"state": report["ledger"]["state"], "torn": False, **record["ledger_file"]}
+    assert report["not_private"] == record["not_private"]
+    table = in_process("report", str(run))
+    for fragment in ("finished", "12 of 12", "add or remove one record", "auto-s", "source torch", "whole"):
+        assert fragment in table
+
+
+def test_a_ledger_file_alone_can_be_read(run: Path) -> None:
+    report = json.loads(in_process("report", str(run / "ledger.jsonl"), "--json", "--accountant", "pld"))
+    budget = json.loads(in_process("budget", "--ledger", str(run / "ledger.jsonl"), "--json"))
+    assert report["spent"]["epsilon"] == budget["epsilon"] < 3.0
+    assert report["state"] == "all steps taken, not finished"
+    assert (budget["torn"], budget["steps"], budget["accountant"]) == (False, 12, "pld")
+    assert "Privacy spent" in in_process("budget", "--ledger", str(run))
+    other = json.loads(in_process("budget", "--ledger", str(run), "--json", "--delta", "1e-7"))
+    assert other["epsilon"] > budget["epsilon"]
+
+
+@pytest.mark.parametrize("command", [["report"], ["budget", "--ledger"]], ids=" ".join)
+def test_a_torn_last_line_is_shown_with_one_step_more_and_exit_code_3(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    (run / "run.json").unlink()
+    ledger = run / "ledger.jsonl"
+    whole = ledger.read_bytes()
+    ledger.write_bytes(whole[:-40])
+    assert exit_code(monkeypatch, *command, str(run), "--json") == 3
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert found.get("spent", found)["steps"] == 12
+    assert found.get("ledger", found)["torn"] is True
+    assert "torn" in output.err
+    assert exit_code(monkeypatch, *command, str(run)) == 3
+    assert "torn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["report"], ["budget", "--ledger"]], ids=" ".join)
+def test_a_damaged_ledger_is_exit_code_4_and_shows_no_epsilon(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    ledger = run / "ledger.jsonl"
+    whole = ledger.read_bytes()
+    for damaged in (whole.replace(b'"line": 5', b'"line": 6'), whole[:-40], b"".join(whole.splitlines(True)[:-3])):
+        ledger.write_bytes(damaged)
+        assert exit_code(monkeypatch, *command, str(run)) == 4
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert "epsilon" not in output.err.replace("do not trust the epsilon", "")
+
+
+def test_a_cut_between_lines_is_found_by_a_hash_kept_elsewhere(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = run / "ledger.jsonl"
+    head = json.loads((run / "run.json").read_text())["ledger_file"]["head"]
+    in_process("report", str(ledger), "--head", head)
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(True)[:-3]))
+    assert json.loads(in_process("report", str(ledger), "--json"))["spent"]["steps"] == 9
+    for command in (["report"], ["budget", "--ledger"]):
+        assert exit_code(monkeypatch, *command, str(ledger), "--head", head) == 4
+    assert "cut short" in capsys.readouterr().err
+
+
+def test_runs_without_a_ledger_file_are_reported_as_what_they_are(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "ledger.jsonl").unlink()
+    report = json.loads(in_process("report", str(run), "--json"))
+    assert report["spent"]["steps"] == 12
+    assert "run.json only" in report["ledger"]["state"]
+    in_process(*QUICK, "--clipping", "none", "--json", "--out", str(tmp_path / "none"))
+    assert json.loads(in_process("report", str(tmp_path / "none"), "--json"))["private"] is False
+    in_process("report", str(tmp_path / "none"))
+    for arguments, message in (
+        (["report", str(tmp_path)], "there is no run"),
+        (["report", str(tmp_path / "nothing")], "cannot read"),
+        (["report", str(run), "--head", "0"], "no ledger.jsonl"),
+        (["budget", "--ledger", str(tmp_path / "none")], "not private"),
+        (["budget", "--ledger", str(run), "--steps", "3"], "--ledger says all"),
+    ):
+        with pytest.raises(clipless.errors.InvalidArgument, match=message):
+            CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_a_finished_run_says_so_when_resumed(run: Path) -> None:
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    (run / "checkpoint.pt").write_bytes(b"left by a crash")
+    result = CliRunner().invoke(app, ["train", "--resume", "--out", str(run)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "is finished" in result.stderr
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_resume_begins_a_run_where_there_is_none_and_secure_noise_takes_no_seed(tmp_path: Path) -> None:
+    options = [*QUICK, "--accountant", "rdp", "--json", "--resume", "--noise", "secure", "--out", str(tmp_path / "a")]
+    assert json.loads(in_process(*options))["plan"]["noise"] == "secure"
+    with pytest.raises(clipless.errors.InvalidArgument, match="takes no seed"):
+        CliRunner().invoke(app, [*QUICK, "--noise", "secure", "--seed", "1"], catch_exceptions=False)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from clipless.accounting.journal import Journal
 from clipless.durable import replace_file
 from clipless.errors import DamagedFile, InvalidArgument
 
@@ -93,18 +94,19 @@ class Checkpoint:
 
 
 def capture(
-    path: Path,
-    ledger: Path,
-    place: tuple[str, int, str],
-    model: nn.Module,
-    optimizer: Optimizer,
-    private: Any,
-    extra: Any,
+    path: Path, journal: Journal, model: nn.Module, optimizer: Optimizer, private: dict[str, Any], extra: Any
 ) -> Checkpoint:
-    """A run as it is now; `place` is the ledger's run, position and head."""
-    beside = os.path.relpath(ledger.absolute(), path.parent.absolute())
-    states = (model.state_dict(), optimizer.state_dict(), private, random_states(), extra)
-    return Checkpoint(beside, *place, _class(optimizer), *states)
+    """A run as it is now, to be written to `path`."""
+    return Checkpoint(
+        ledger=os.path.relpath(journal.path.absolute(), path.parent.absolute()),
+        **journal.place(),
+        optimizer_class=_class(optimizer),
+        model=model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        private=private,
+        random=random_states(),
+        extra=extra,
+    )
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -142,6 +142,12 @@ class Private:
         return self.ledger.steps - (self._journal.pending if self._journal else 0)
 
     @property
+    def ledger_file(self) -> dict[str, Any] | None:
+        """Which ledger file this is (`run`), how many events it has (`position`), and its last hash (`head`): keep it
+        elsewhere, and a ledger that was cut or written anew can be told from the true one. None without a file."""
+        return self._journal.place() if self._journal else None
+
+    @property
     def thresholds(self) -> Tensor:
         """The current thresholds, one row per group, [G,1]. They are constants or released values: safe to show."""
         return self.plan.clipping.policy.thresholds(self._policy_state).clone()
@@ -237,16 +243,16 @@ class Private:
 
     def _noised_gradients(self, step: int) -> dict[str, Tensor]:
         """The clipped sum with noise, over the expected batch, for each parameter."""
-        sums, parameters, gradients = self._engine.sums, self._engine.tape.parameters, {}
+        sums, parameters = self._engine.sums, self._engine.tape.parameters
         thresholds = self.plan.clipping.policy.thresholds(self._policy_state)
-        stddevs = self.plan.stddevs(step, thresholds).flatten().tolist()
-        noises = self._source.normals("gradient", step, parameters.values())
-        for (name, parameter), noise in zip(parameters.items(), noises, strict=True):
-            total = noise.mul_(stddevs[self.plan.groups.group_of[name]])
-            if name in sums:
-                total = total.to(sums[name].dtype).add_(sums[name])
-            gradients[name] = total.div_(self.plan.expected_batch).to(parameter.dtype)
-        return gradients
+        by_group = self.plan.stddevs(step, thresholds).flatten().tolist()
+        stddevs = [by_group[self.plan.groups.group_of[name]] for name in parameters]
+        values = [sums.get(name, torch.zeros((), device=p.device).expand(p.shape)) for name, p in parameters.items()]
+        released = self._source.release("gradient", step, values, stddevs)
+        return {
+            name: noised.div_(self.plan.expected_batch).to(parameter.dtype)
+            for (name, parameter), noised in zip(parameters.items(), released, strict=True)
+        }
 
     def _noised_statistic(self, step: int) -> Tensor | None:
         """The batch's statistic with noise; None if the policy needs none."""
@@ -255,8 +261,8 @@ class Private:
         if self._statistic is None:
             self._observe(torch.zeros(len(self.plan.groups), 0))
         assert self._statistic is not None
-        (noise,) = self._source.normals("statistic", step, [self._statistic])
-        return self._statistic + self.plan.statistic_multiplier * noise
+        (noised,) = self._source.release("statistic", step, [self._statistic], [self.plan.statistic_multiplier])
+        return noised
 
     def _record(self, step: int, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> None:
         """Write the step down, on disk if there is a ledger file. A repeated step must be the one written there."""
@@ -298,9 +304,7 @@ class Private:
         """
         if self._journal is None or not self._handles:
             raise Misuse("a checkpoint needs its ledger on disk: call save_to(path) first, and save before detach().")
-        place = (self._journal.run, self._journal.position, self._journal.head)
-        state = self.state_dict()
-        capture(Path(path), self._journal.path, place, self._model, self._optimizer, state, extra).write(Path(path))
+        capture(Path(path), self._journal, self._model, self._optimizer, self.state_dict(), extra).write(Path(path))
 
     def load_checkpoint(self, path: str | Path, *, ledger: str | Path | None = None, reseed: bool = False) -> Any:
         """Go on from a checkpoint, in a fresh `make_private` with the same arguments, and return its `extra`.

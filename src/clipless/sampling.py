@@ -50,7 +50,8 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class PoissonSampler:
-    """Draws of record numbers. The same draw number gives the same records, whenever it is asked for."""
+    """Draws of record numbers. With a replayable source the same draw number gives the same records, whenever it is asked
+    for; with any other each call draws anew, so ask once for each batch."""
 
     source: NoiseSource
     size: int
@@ -126,7 +127,8 @@ class MicroBatches:
 
 
 class _Schedule:
-    """The draws of one pass. Workers may fetch ahead of the training loop; both read the same draws, in order."""
+    """The draws of one pass, each made once. Workers may fetch ahead of the training loop; both read the same draws, in
+    order."""
 
     def __init__(self, sampler: PoissonSampler, first: int, steps: int, part_size: int | None) -> None:
         self._draws = iter(range(first, first + steps))

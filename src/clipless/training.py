@@ -4,16 +4,13 @@ What is measured is what may be shown: accuracy on the test records. The trainin
 share of clipped records say something about single training records, so they are neither computed nor logged.
 """
 
-import json
 import math
-import os
 import platform
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +22,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from clipless import models
 from clipless.data import Data
+from clipless.durable import replace_file
 from clipless.errors import InvalidArgument, unknown_name
+from clipless.keeping import Keeper, Kept, Saving
 from clipless.private import Private, make_private
+from clipless.runs import RunFolder
 
 SMALL_BATCH = 100_000
 NOT_PRIVATE = {
@@ -60,6 +60,7 @@ class Settings:
 
     `clipping="none"` trains without privacy, and `epsilon`, `delta` and `accountant` are then unused. `delta=None`
     stands for N ** -1.1, `lr=None` for the optimizer's default, `seed=None` for randomness from the operating system.
+    A `noise_multiplier` takes the place of `epsilon`.
     """
 
     model: str = "mlp"
@@ -72,6 +73,8 @@ class Settings:
     lr: float | None = None
     seed: int | None = None
     accountant: str = "pld"
+    noise: str = "torch"
+    noise_multiplier: float | None = None
 
     @property
     def private(self) -> bool:
@@ -95,7 +98,7 @@ class Progress:
 @dataclass(frozen=True)
 class Result:
     """A finished run. `plan`, `ledger`, `history` (of what a threshold policy released), `epsilon` and `delta` are None
-    when the run was not private."""
+    when the run was not private; `ledger_file`, the run, position and head of the ledger on disk, when there is none."""
 
     data: str
     settings: Settings
@@ -108,6 +111,7 @@ class Result:
     ledger: dict[str, Any] | None
     history: dict[str, Any] | None
     model: nn.Module
+    ledger_file: dict[str, Any] | None = None
 
     @property
     def accuracy(self) -> float:
@@ -126,55 +130,79 @@ class Result:
         }
 
 
-def train(data: Data, settings: Settings, on_progress: Callable[[Progress], None] | None = None) -> Result:
+def train(
+    data: Data,
+    settings: Settings,
+    on_progress: Callable[[Progress], None] | None = None,
+    saving: Saving | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Result:
     """Train a fresh model and test it once an epoch; the same seed gives the same run on the same machine.
 
-    `on_progress` is called after every step and every test. Raises InvalidArgument, before training, for settings that
-    cannot be meant. The state of torch's global generator is left as it was.
+    `on_progress` is called after every step and every test. With `saving`, a private run keeps its ledger and
+    checkpoints in a folder, and can be resumed there. `stop` is asked before the first step and after each: when it says
+    yes, everything is saved and `Interrupted` raised. Raises InvalidArgument, before training, for settings that cannot be
+    meant. The state of torch's global generator is left as it was.
     """
     choice = _checked(data, settings)
     model_seed, shuffle_seed, noise_seed = _seeds(settings.seed)
     report = on_progress or (lambda _: None)
-    accuracies: list[float] = []
-    progress = Progress(step=0, steps=0)
     with torch.random.fork_rng(devices=[]), _threads(settings.batch_size * math.prod(data.shape)):
         torch.manual_seed(model_seed)
         model = models.build(settings.model, data.shape, data.classes)
         optimizer = choice.make(model.parameters(), choice.lr if settings.lr is None else settings.lr)
         private = _attach(model, optimizer, data, settings, noise_seed) if settings.private else None
         loader = private.loader if private else _shuffled(data.train, settings.batch_size, shuffle_seed)
-
-        start = time.perf_counter()
-        progress = replace(progress, steps=settings.epochs * len(loader))
-        for _ in range(settings.epochs):
-            for x, y in loader:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                threshold = float(private.thresholds.norm()) if private else None
-                progress = replace(progress, step=progress.step + 1, threshold=threshold)
-                report(progress)
-            accuracies.append(accuracy(model, data.test))
-            epsilon = private.spent().epsilon if private else None
-            progress = replace(progress, epsilon=epsilon, accuracy=accuracies[-1])
-            report(progress)
-        seconds = time.perf_counter() - start
-    if private:
-        private.detach()
+        about = {"data": data.name, "settings": asdict(settings)}
+        try:
+            keeper = Keeper(private, saving, about, stop)
+            kept = keeper.begin()
+            total = settings.epochs * len(loader)
+            progress = Progress(step=private.steps_taken if private else 0, steps=total)
+            while progress.step < total:
+                for x, y in islice(loader, len(loader) - progress.step % len(loader)):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                    progress = _stepped(progress, private)
+                    report(progress)
+                    if progress.step % len(loader) == 0:
+                        progress = _tested(progress, kept, model, data, private)
+                        report(progress)
+                    keeper.after_step(epoch_ended=progress.step % len(loader) == 0)
+            if kept.tested != total:
+                progress = _tested(progress, kept, model, data, private)
+            seconds = keeper.seconds()
+            spent = private.spent() if private else None
+        finally:
+            if private:
+                private.detach()
     return Result(
         data=data.name,
         settings=settings,
-        accuracies=tuple(accuracies),
+        accuracies=tuple(kept.accuracies),
         steps=progress.step,
         seconds=seconds,
-        epsilon=progress.epsilon,
-        delta=private.spent().delta if private else None,
+        epsilon=spent.epsilon if spent else None,
+        delta=spent.delta if spent else None,
         plan=private.plan.to_dict() if private else None,
         ledger=private.ledger.to_dict() if private else None,
         history=private.history.to_dict() if private else None,
         model=model,
+        ledger_file=private.ledger_file if private else None,
     )
+
+
+def _stepped(progress: Progress, private: Private | None) -> Progress:
+    if private is None:
+        return replace(progress, step=progress.step + 1)
+    return replace(progress, step=private.steps_taken, threshold=float(private.thresholds.norm()))
+
+
+def _tested(progress: Progress, kept: Kept, model: nn.Module, data: Data, private: Private | None) -> Progress:
+    kept.accuracies.append(accuracy(model, data.test))
+    kept.tested = progress.step
+    return replace(progress, epsilon=private.spent().epsilon if private else None, accuracy=kept.accuracies[-1])
 
 
 @torch.no_grad()
@@ -192,7 +220,8 @@ def save_run(result: Result, out: Path) -> Path:
     """Write `model.pt` (a state_dict) and `run.json` (arguments, plan, ledger, history, metrics, versions).
 
     Returns the path of the latter. Each file appears whole or not at all. Files of an earlier run in the same folder,
-    whose ledger may still be needed, are kept as `model.1.pt` and `run.1.json`, counting up.
+    whose ledger may still be needed, are kept as `model.1.pt` and `run.1.json`, counting up. The checkpoint of this run
+    is removed: it holds the seed of the noise, and nobody needs it any more.
     """
     record = {
         "private": result.settings.private,
@@ -200,49 +229,30 @@ def save_run(result: Result, out: Path) -> Path:
         "arguments": asdict(result.settings),
         "plan": result.plan,
         "ledger": result.ledger,
+        "ledger_file": result.ledger_file,
         "history": result.history,
         "metrics": result.metrics(),
         "not_private": NOT_PRIVATE,
         "versions": {name: version(name) for name in ("clipless", "torch", "numpy", "dp-accounting")}
         | {"python": platform.python_version()},
     }
+    folder = RunFolder(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _keep_earlier(out)
-        _replace(out / "model.pt", lambda path: torch.save(result.model.state_dict(), path))
-        _replace(out / "run.json", lambda path: path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8"))
+        if result.ledger_file is None:
+            folder.keep_earlier()
+        replace_file(folder.model, lambda file: torch.save(result.model.state_dict(), file))
+        folder.write_record(record)
+        if result.ledger_file is not None:
+            folder.checkpoint.unlink(missing_ok=True)
     except OSError as error:
         raise InvalidArgument(f"cannot write to {out} ({error}). Choose another folder.") from error
-    return out / "run.json"
+    return folder.record
 
 
 def check_writable(out: Path) -> None:
     """Raises InvalidArgument when a run could not be written there: better known before training than after."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise InvalidArgument(f"cannot write to {out} ({error}). Choose another folder.") from error
-
-
-def _keep_earlier(out: Path) -> None:
-    earlier = [path for path in (out / "run.json", out / "model.pt") if path.exists()]
-    number = 1
-    while any((out / f"{stem}.{number}{suffix}").exists() for stem, suffix in (("run", ".json"), ("model", ".pt"))):
-        number += 1
-    for path in earlier:
-        path.rename(path.with_suffix(f".{number}{path.suffix}"))
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside the file, then put it in its place in one move."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        write(part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    RunFolder(out).check_writable()
 
 
 def _checked(data: Data, settings: Settings) -> OptimizerChoice:
@@ -262,9 +272,12 @@ def _checked(data: Data, settings: Settings) -> OptimizerChoice:
 
 
 def _seeds(seed: int | None) -> tuple[int, int, int | None]:
-    """Independent seeds of the model, of shuffling, and of sampling and noise (None: the private step draws one)."""
+    """Independent seeds of the model, of shuffling, and of sampling and noise (None: the private step draws one).
+
+    A seed of more than 32 bits reaches the noise whole: 32 bits can be searched.
+    """
     model, shuffle, noise = (int(part) for part in np.random.SeedSequence(seed).generate_state(3))
-    return model, shuffle, None if seed is None else noise
+    return model, shuffle, noise if seed is not None and seed < 2**32 else seed
 
 
 @contextmanager
@@ -285,12 +298,14 @@ def _attach(
         model,
         optimizer,
         data.train,
-        epsilon=settings.epsilon,
+        epsilon=settings.epsilon if settings.noise_multiplier is None else None,
+        noise_multiplier=settings.noise_multiplier,
         delta=settings.delta,
         batch_size=settings.batch_size,
         epochs=settings.epochs,
         clipping=settings.clipping,
         accountant=settings.accountant,
+        noise=settings.noise,
         seed=seed,
     )
 

@@ -5,10 +5,12 @@ from clipless.accounting.calibrate import noise_multiplier
 from clipless.accounting.events import StepEvent, gradient_multiplier, joint_multiplier
 from clipless.accounting.ledger import Ledger, Spent
 from clipless.accounting.schedule import scheduled_epsilon, scheduled_multiplier
+from clipless.accounting.selection import SelectionEvent
 
 __all__ = [
     "ACCOUNTANTS",
     "Ledger",
+    "SelectionEvent",
     "Spent",
     "StepEvent",
     "epsilon",

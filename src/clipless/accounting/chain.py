@@ -172,7 +172,7 @@ def _header(path: Path, fields: dict[str, Any]) -> LedgerFile:
         planned = Ledger.from_dict(fields["planned"])
         run, plan, accountant = fields["run"], fields["plan"], accountant_named(fields["accountant"]).name
         delta = checks.failure_probability(fields["delta"])
-        if not (isinstance(run, str) and isinstance(plan, dict) and planned.steps):
+        if not (isinstance(run, str) and isinstance(plan, dict) and len(planned)):
             raise InvalidArgument("a field has the wrong type")
     except (CliplessError, KeyError, AttributeError) as error:
         raise _damaged(path, 0, f"it does not say what a first line says ({error})") from error

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from clipless.accounting.chain import Entry, LedgerFile, entry_line, header_line, parse, read_ledger
 from clipless.accounting.events import Event, StepEvent
@@ -90,6 +91,10 @@ class Journal:
             os.close(descriptor)
             raise
         return cls(path, descriptor, found, position), found
+
+    def place(self) -> dict[str, Any]:
+        """Which ledger this is and how far it has come."""
+        return {"run": self.run, "position": self.position, "head": self.head}
 
     @property
     def pending(self) -> int:

@@ -21,10 +21,6 @@ MAX_GRAD_NORM = 1.0
 Step = Callable[[Tensor, Tensor], None]
 
 
-class Unsupported(Exception):
-    """Opacus does not train this model in this mode; the message is its reason."""
-
-
 def installed() -> bool:
     return importlib.util.find_spec("opacus") is not None
 
@@ -48,10 +44,7 @@ def step(
     mode: str,
     noise_multiplier: float,
 ) -> tuple[Step, str | None]:
-    """One training step under Opacus, tried once, and a note when a layer had to be replaced.
-
-    Raises Unsupported when Opacus refuses the model.
-    """
+    """One training step under Opacus, and a note when a layer had to be replaced. Raises whatever Opacus raises."""
     with quiet():
         from opacus import PrivacyEngine
         from opacus.validators import ModuleValidator

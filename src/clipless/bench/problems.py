@@ -5,6 +5,7 @@ Index legend: b record, t position, d feature, v word.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ class Problem:
 
 def mlp(width: int = 1024, depth: int = 2) -> nn.Module:
     widths = [784] + [width] * depth
-    hidden = [layer for i, o in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(i, o), nn.ReLU())]
+    hidden = [layer for i, o in pairwise(widths) for layer in (nn.Linear(i, o), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(width, 10))
 
 
@@ -136,7 +137,7 @@ class Transformer(nn.Module):
             self.head.weight = self.words.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+        positions = torch.arange(x.shape[1], device=x.device).repeat(len(x), 1)
         hidden = self.norm(self.blocks(self.words(x) + self.places(positions)))
         return self.head(hidden.mean(1) if self.pooled else hidden)
 
@@ -198,7 +199,7 @@ PROBLEMS = _by_name(
 TINY_PROBLEMS = _by_name(
     Problem("mlp", "MLP 784-32-32-10", 16, lambda: mlp(32), _images(784), 10),
     Problem("cnn", "CNN, 4 layers, tanh, 8x8", 16, lambda: cnn((1, 8, 8), 10), _images(1, 8, 8), 10),
-    Problem("resnet18", "ResNet18-GN, width 4, 8x8", 4, lambda: resnet18(4), _images(3, 8, 8), 10),
+    Problem("resnet18", "ResNet18-GN, width 4, 16x16", 4, lambda: resnet18(4), _images(3, 16, 16), 10),
     Problem("encoder", "encoder, 1 layer, d=24, T=8, V=50", 4, lambda: encoder(24, 1, 8, 50), _words(8, 50), 2),
     Problem("lstm", "LSTM, 2x8, T=4", 8, lambda: Sequences(6, 8), _images(4, 6), 10),
     Problem("decoder", "decoder, 1 layer, d=16, T=8, V=50", 4, lambda: decoder(16, 1, 8, 50), _words(8, 50), 0, True),

@@ -97,10 +97,9 @@ def _clipless(make: Callable[[], Clipping]) -> Callable[[Problem], Runner]:
     return lambda problem: private(problem, make())
 
 
+_MAKERS: Mapping[str, Callable[[], Clipping]] = {PER_LAYER: partial(auto_s, groups="per-layer"), **CLIPPINGS}
 CLIPLESS: Mapping[str, Callable[[Problem], Runner]] = {
-    "auto-s": _clipless(auto_s),
-    PER_LAYER: _clipless(partial(auto_s, groups="per-layer")),
-    **{name: _clipless(make) for name, make in CLIPPINGS.items() if name != "auto-s"},
+    name: _clipless(_MAKERS[name]) for name in dict.fromkeys((*SHORT, *_MAKERS))
 }
 WAYS: Mapping[str, Callable[[Problem], Runner]] = {
     PLAIN: plain,

@@ -1,7 +1,8 @@
-"""The command line: `clipless train`, `clipless budget`, `clipless check`.
+"""The command line: `clipless train`, `tune`, `budget`, `check`, `report`, `bench`.
 
-Exit codes: 0 done, 1 a model that `check` found unsound, or a bug, 2 an argument or a data set that was refused, 130
-interrupted.
+Exit codes: 0 done, 1 a model that `check` found unsound, a way of clipless that failed in `bench`, or a bug, 2 an argument
+or a data set that was refused, 3 a ledger whose last line is torn, shown with one step more, 4 a ledger, checkpoint or run
+that is damaged or was edited, of which nothing is shown, 130 interrupted, 143 terminated.
 """
 
 import os
@@ -12,10 +13,13 @@ from typing import Annotated
 import typer
 
 from clipless.cli import _output
+from clipless.cli.bench import bench
 from clipless.cli.budget import budget
 from clipless.cli.check import check
+from clipless.cli.report import report
 from clipless.cli.train import train
-from clipless.errors import CliplessError
+from clipless.cli.tune import tune
+from clipless.errors import CliplessError, DamagedFile
 
 app = typer.Typer(
     name="clipless",
@@ -47,13 +51,16 @@ app.command(
     epilog="Example:  clipless budget --epsilon 3 --dataset-size 60000 --batch-size 2048 --epochs 40 --delta 1e-5"
 )(budget)
 app.command(epilog="Example:  clipless check --model cnn --data digits --clipping auto-s")(check)
+app.command(epilog="Example:  clipless bench --models mlp,cnn --rounds 20 --no-opacus --scaling none")(bench)
+app.command(epilog="Example:  clipless tune --try lr=0.05,0.1,0.2 --try clipping=auto-s,dc-e --epsilon 3")(tune)
+app.command(epilog="Example:  clipless report --accountant pld runs/digits-mlp-auto-s")(report)
 
 
 def main() -> None:
-    """Run the command line; what clipless refuses becomes one message on stderr and exit code 2, no traceback."""
+    """Run the command line; what clipless refuses becomes one message on stderr and an exit code, no traceback."""
     sys.path.insert(0, os.getcwd())  # as `python -m` does, so that --model finds a module in the current folder
     try:
         app()
     except CliplessError as error:
         _output.show_error(error)
-        sys.exit(2)
+        sys.exit(4 if isinstance(error, DamagedFile) else 2)

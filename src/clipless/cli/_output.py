@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from clipless.training import Progress as TrainingProgress
@@ -25,14 +25,14 @@ def show_json(record: Mapping[str, Any]) -> None:
 
 
 def show_table(title: str, rows: Mapping[str, str]) -> None:
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table("", Column(overflow="fold"), title=title, show_header=False, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, Text(value))
     Console().print(table)
 
 
 def show_note(message: str) -> None:
-    Console(stderr=True).print(Text(message, style="yellow"))
+    Console(stderr=True, soft_wrap=True).print(Text(message, style="yellow"))
 
 
 def show_error(error: Exception) -> None:

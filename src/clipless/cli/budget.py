@@ -1,11 +1,13 @@
 """`clipless budget`: epsilon from a noise multiplier, or the noise multiplier for an epsilon."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from clipless import accounting
 from clipless.cli import _output
+from clipless.cli.report import show_ledger
 from clipless.errors import InvalidArgument
 
 
@@ -21,6 +23,12 @@ def budget(
     steps: Annotated[int | None, typer.Option(help="Number of steps, instead of epochs.")] = None,
     delta: Annotated[float | None, typer.Option(help="Default: N ** -1.1 when --dataset-size N is given.")] = None,
     accountant: Annotated[str, typer.Option(help="pld, rdp, or gdp (an approximation).")] = "pld",
+    ledger: Annotated[
+        Path | None, typer.Option(help="Ask what this ledger, or the run in this folder, has spent. Takes no sizes.")
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option(help="With --ledger: a hash kept elsewhere that the ledger must contain.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")
     ] = False,
@@ -29,6 +37,15 @@ def budget(
 
     Describe the run by --dataset-size, --batch-size and --epochs (or --steps), or by --sample-rate and --steps.
     """
+    if ledger is not None:
+        if not all(
+            given is None for given in (noise_multiplier, epsilon, dataset_size, batch_size, epochs, sample_rate, steps)
+        ):
+            raise InvalidArgument(
+                "--ledger says all about its run: give only --head, --delta and --accountant beside it."
+            )
+        show_ledger(ledger, head, delta, accountant, as_json)
+        return
     rate = _sample_rate(sample_rate, dataset_size, batch_size)
     count = _steps(steps, epochs, rate)
     failure = _delta(delta, dataset_size)

@@ -1,5 +1,6 @@
-"""`clipless train`: one run from data to files."""
+"""`clipless train`: one run from data to files, and on from where it was interrupted."""
 
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,8 +8,13 @@ import typer
 
 from clipless import data as data_sets
 from clipless.cli import _output
+from clipless.cli._signals import stopping
 from clipless.clipping import CLIPPINGS
+from clipless.errors import Interrupted
+from clipless.keeping import Saving, saved_about
 from clipless.models import MODELS
+from clipless.noise import NOISE_SOURCES
+from clipless.runs import RunFolder
 from clipless.training import OPTIMIZERS, Result, Settings, check_writable, save_run
 from clipless.training import train as run_training
 
@@ -16,6 +22,7 @@ _DEFAULTS = Settings()
 
 
 def train(
+    context: typer.Context,
     data: Annotated[
         str, typer.Option(help="digits, a folder of idx files (MNIST format), FILE.npz or FILE.csv.")
     ] = "digits",
@@ -38,23 +45,51 @@ def train(
         ),
     ] = None,
     accountant: Annotated[str, typer.Option(help="pld, rdp, or gdp (an approximation).")] = _DEFAULTS.accountant,
+    noise: Annotated[
+        str,
+        typer.Option(help=f"{', '.join(NOISE_SOURCES)}: torch is fast and can be resumed exactly; secure to publish."),
+    ] = _DEFAULTS.noise,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for run.json and model.pt. Default: runs/DATA-MODEL-CLIPPING.")
+        Path | None, typer.Option(help="Folder for the run's files. Default: runs/DATA-MODEL-CLIPPING.")
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with the run in --out, with its arguments; begin it if there is none."),
+    ] = False,
+    reseed: Annotated[
+        bool, typer.Option("--reseed", help="With --resume: take new noise; steps after the checkpoint stay counted.")
+    ] = False,
+    checkpoint_every: Annotated[
+        float, typer.Option(min=0, help="Seconds between checkpoints; there is one after every epoch as well.")
+    ] = Saving.every,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the run as JSON, and nothing else, on stdout.")
     ] = False,
 ) -> None:
     """Train a model on a data set, test it once an epoch, write run.json and model.pt.
 
-    Without arguments: the digits that come with scikit-learn, automatic clipping, epsilon 3.
+    Without arguments: the digits that come with scikit-learn, automatic clipping, epsilon 3. A private run writes its
+    ledger (ledger.jsonl) and a checkpoint as it goes. Ctrl-C finishes the step and saves; --resume goes on.
     """
-    settings = Settings(model, clipping, epsilon, delta, epochs, batch_size, optimizer, lr, seed, accountant)
-    records = data_sets.load(data)
-    folder = out or Path("runs") / "-".join((records.name, model.replace(":", "."), clipping))
+    given = Settings(model, clipping, epsilon, delta, epochs, batch_size, optimizer, lr, seed, accountant, noise)
+    records = data_sets.load(data) if out is None else None
+    folder = out or Path("runs") / "-".join((records.name if records else data, model.replace(":", "."), clipping))
+    if resume and _finished(RunFolder(folder)):
+        _output.show_note(f"The run in {folder} is finished: {RunFolder(folder).record}.")
+        return
+    about = saved_about(folder) if resume else None
+    settings = _completed(given, about, context)
+    source = about["source"] if about and about["source"] and not _explicit(context, "data") else data
+    records = records or data_sets.load(source)
     check_writable(folder)
-    with _output.training_bar(f"{records.name} {model} {clipping}", visible=not as_json) as bar:
-        result = run_training(records, settings, on_progress=bar)
+    saving = Saving(folder, resume, reseed, checkpoint_every, source)
+    title = f"{records.name} {settings.model} {settings.clipping}"
+    with _output.training_bar(title, visible=not as_json) as bar, stopping() as stop:
+        try:
+            result = run_training(records, settings, on_progress=bar, saving=saving, stop=stop)
+        except Interrupted as interrupted:
+            _output.show_note(str(interrupted))
+            raise typer.Exit(stop.exit_code) from None
     written = save_run(result, folder)
     if as_json:
         _output.show_json(_record(result, written))
@@ -62,6 +97,26 @@ def train(
         _output.show_table("Run", _summary(result, written))
         for note in _notes(settings):
             _output.show_note(note)
+
+
+def _explicit(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _completed(given: Settings, about: dict[str, Any] | None, context: typer.Context) -> Settings:
+    """The settings of the interrupted run, with what was given on the command line; training refuses a difference."""
+    if about is None:
+        return given
+    names = [field.name for field in fields(given) if _explicit(context, field.name)]
+    return replace(Settings(**about["settings"]), **{name: asdict(given)[name] for name in names})
+
+
+def _finished(folder: RunFolder) -> bool:
+    if not folder.ledger.exists() or folder.unfinished:
+        return False
+    folder.checkpoint.unlink(missing_ok=True)  # cut off after run.json was written, before the seed was removed
+    return True
 
 
 def _record(result: Result, written: Path) -> dict[str, Any]:
@@ -95,7 +150,7 @@ def _summary(result: Result, written: Path) -> dict[str, str]:
 
 
 def _notes(settings: Settings) -> list[str]:
-    notes = []
+    notes: list[str] = []
     if not settings.private:
         notes.append("clipping none: this run has no privacy guarantee.")
     elif settings.accountant == "gdp":

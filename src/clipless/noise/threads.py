@@ -12,7 +12,8 @@ Job = TypeVar("Job")
 
 _POOLS: list[ThreadPoolExecutor] = []
 # A child has the parent's pool, and none of its threads: work given to it would wait for ever.
-os.register_at_fork(after_in_child=_POOLS.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_POOLS.clear)
 
 
 def share(jobs: Sequence[Job], work: Callable[[Iterator[Job]], None]) -> None:

@@ -45,7 +45,7 @@ class TorchNoise:
                 for tensor, start, stop in block:
                     device = flat[tensor].device
                     if device not in generators:
-                        generators[device] = self._generator(stream, step, device, number)
+                        generators[device] = self._generator(stream, step, device, number, len(generators))
                     flat[tensor][start:stop].normal_(generator=generators[device])
 
         share(list(enumerate(blocks(map(len, flat), BLOCK))), draw)
@@ -55,13 +55,15 @@ class TorchNoise:
         usable(stddevs)
         for value, noise, stddev in zip(values, self.normals(stream, step, values), stddevs, strict=True):
             out = noise if released_dtype(value) == noise.dtype else None
-            yield torch.add(value, noise, alpha=stddev, out=out)
+            yield torch.add(value.detach(), noise, alpha=stddev, out=out)
 
     def uniform(self, stream: str, step: int, size: int) -> Tensor:
         return torch.rand(size, generator=self._generator(stream, step, torch.device("cpu")), dtype=torch.float64)
 
-    def _generator(self, stream: str, step: int, device: torch.device, block: int = 0) -> torch.Generator:
-        place = f"{self.seed} {stream_number(stream)} {step} {block} {device.type}"
+    def _generator(
+        self, stream: str, step: int, device: torch.device, block: int = 0, among: int = 0
+    ) -> torch.Generator:
+        place = f"{self.seed} {stream_number(stream)} {step} {block} {among}"
         generator = torch.Generator(device)
         if device.type == "cpu":
             return generator.set_state(mersenne_state(place))

@@ -19,7 +19,8 @@ class Use:
     """One call of a module in the forward pass, as its rule sees it in the backward pass.
 
     `dims` and `out_dims` say along which dimension the records lie in each tensor of the input and of the output, None
-    where there are none. Gradients are handed to a rule with the records first.
+    where there are none. Gradients are handed to a rule with the records first. `kept` is what a layer that was taken
+    over in the forward pass left for its rule.
     """
 
     module: nn.Module
@@ -29,6 +30,7 @@ class Use:
     out_dims: Dims
     wanted: tuple[str, ...]
     records: int
+    kept: Any = None
 
     @property
     def inputs(self) -> list[Tensor]:

@@ -1,0 +1,154 @@
+"""Repeat and select (Papernot and Steinke, 2022), by dp-accounting's event, in Rényi DP."""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import dp_accounting
+import numpy as np
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from dp_accounting.rdp import RdpAccountant
+
+from clipless.accounting import checks
+from clipless.accounting.accountants import NO_NOISE, accountant_named
+from clipless.accounting.events import sampled_gaussian
+from clipless.accounting.rdp import ROUNDING, SMALL_ORDERS, _quiet
+from clipless.accounting.release import Release, coarser
+from clipless.accounting.selection.liu_talwar import LiuTalwar
+from clipless.accounting.selection.method import Run, distinct, fields_of, guarantee, share
+from clipless.accounting.selection.repetitions import Repetitions, covering
+from clipless.errors import whole
+
+ORDERS = SMALL_ORDERS + tuple(float(round(16 * 2 ** (k / 4))) for k in range(1, 37))
+# The highest order is raised until the best one lies well below it.
+TOPS = (64.0, 512.0, ORDERS[-1])
+MAX_RELEASES = 32
+# The bound uses two orders, the lower one a few times below the higher: what is looked at near the best one.
+WINDOW = (1 / 4, 1.2)
+# The divergence of sampled Gaussians jumps at some order, and the best order often lies just below.
+FINER = (2 ** (1 / 4), 2 ** (1 / 16))
+
+
+@dataclass(frozen=True)
+class PapernotSteinke:
+    """Draw a number of runs, run a random candidate each time, release the best run and nothing else.
+
+    The number is geometric by default, with mean 2 · candidates: the same as Liu-Talwar's, at a lower price. The bound
+    is in Rényi DP, whichever accountant is asked for, and holds at every order for the worst candidate.
+    """
+
+    candidates: int
+    mean: float
+    shape: float = 1.0
+    name: ClassVar[str] = "papernot-steinke"
+    releases_all: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "candidates", whole("candidates", self.candidates))
+        object.__setattr__(self, "mean", self.repetitions.mean)
+        object.__setattr__(self, "shape", self.repetitions.shape)
+
+    @classmethod
+    def covering(cls, candidates: int, coverage: float | None = None, shape: float = 1.0) -> "PapernotSteinke":
+        """By default as likely to try the best candidate as Liu-Talwar by default."""
+        usual = LiuTalwar.covering(candidates, coverage)
+        if shape == 1 or usual.candidates == 1:
+            return cls(usual.candidates, usual.expected_runs, shape)
+        chance = usual.coverage if coverage is None else share("coverage", coverage)
+        return cls(usual.candidates, covering(usual.candidates, chance, shape).mean, shape)
+
+    @property
+    def repetitions(self) -> Repetitions:
+        return Repetitions(self.mean, self.shape)
+
+    @property
+    def expected_runs(self) -> float:
+        return self.mean
+
+    @property
+    def most_runs(self) -> None:
+        return None
+
+    @property
+    def coverage(self) -> float:
+        return 1 - self.repetitions.missing(1 / self.candidates)
+
+    def epsilon(self, runs: Sequence[Run], delta: float, accountant: str = "pld") -> float:
+        """By Rényi DP. Runs that differ are bounded by any one of them, charged more until it is the worst."""
+        guarantee(accountant)
+        kinds = [coarser(kind, MAX_RELEASES) for kind in distinct(runs)]
+        if any(release.noise_multiplier < NO_NOISE for kind in kinds for release in kind):
+            return math.inf
+        with _quiet():
+            if len(kinds) == 1:
+                return self._best(kinds[0], delta)[0]
+            return min(self._dominating(kind, kinds, delta) for kind in kinds)
+
+    def _best(self, kind: tuple[Release, ...], delta: float) -> tuple[float, float]:
+        """The least epsilon over all orders, and where."""
+        best = math.inf, 0.0
+        for top in TOPS:
+            best = min(best, self._at(kind, [order for order in ORDERS if order <= top], delta))
+            if best[1] < top / 2:
+                break
+        for ratio in FINER:
+            best = min(best, self._at(kind, _near(best[1], ratio), delta))
+        return best
+
+    def _dominating(self, kind: tuple[Release, ...], kinds: list[tuple[Release, ...]], delta: float) -> float:
+        """By this run, charged what it lacks to be the worst at all orders up to some order: the best such order."""
+        near = _near(self._best(kind, delta)[1], FINER[0])
+        curves = np.array([divergences(kind, near), *(divergences(other, near) for other in kinds)])
+        known = np.isfinite(curves).all(axis=0)
+        orders = [order for order, usable in zip(near, known, strict=True) if usable]
+        lacking = np.maximum.accumulate(curves[:, known].max(axis=0) - curves[0, known])
+        prices = [self._at(kind, orders[: k + 1], delta, float(extra))[0] for k, extra in enumerate(lacking)]
+        return min(prices, default=math.inf)
+
+    def _at(
+        self, kind: tuple[Release, ...], orders: Sequence[float], delta: float, surcharge: float = 0.0
+    ) -> tuple[float, float]:
+        accountant = RdpAccountant(orders)
+        accountant.compose(RepeatAndSelectDpEvent(_event(kind, surcharge), self.mean, self.shape))
+        epsilon, order = accountant.get_epsilon_and_optimal_order(delta)
+        return (math.inf if math.isnan(epsilon) else float(epsilon)), float(order)
+
+    def run_budget(self, run: Run, delta: float, accountant: str = "pld") -> tuple[float, float]:
+        return accountant_named(guarantee(accountant)).epsilon(run, delta), delta
+
+    def draw(self, rng: random.Random) -> tuple[int, ...]:
+        """None at all is possible with shape infinity."""
+        return tuple(rng.randrange(self.candidates) for _ in range(self.repetitions.draw(rng)))
+
+    def to_dict(self) -> dict[str, object]:
+        return {"candidates": self.candidates, "mean": self.mean, "shape": self.shape}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, object]) -> "PapernotSteinke":
+        candidates, mean, shape = fields_of(record, "candidates", "mean", "shape")
+        return cls(whole("candidates", candidates), checks.real("mean", mean), checks.real("shape", shape))
+
+
+def _near(order: float, ratio: float) -> list[float]:
+    """Orders of the coarse list around this one, and finer ones up to `ratio` below and above it."""
+    low, high = WINDOW[0] * order, WINDOW[1] * order
+    finer = (1 + (order - 1) * ratio ** (k / 4) for k in range(-4, 5))
+    exact = {near if near < SMALL_ORDERS[-1] else float(round(near)) for near in finer if near > SMALL_ORDERS[0]}
+    return sorted(exact | {order} | {near for near in ORDERS if low <= near <= high})
+
+
+def divergences(kind: tuple[Release, ...], orders: Sequence[float]) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    """The Rényi divergence of one run at each order."""
+    accountant = RdpAccountant(orders)
+    accountant.compose(_event(kind, 0.0))
+    return np.asarray(accountant.rdp, dtype=np.float64)
+
+
+def _event(kind: tuple[Release, ...], surcharge: float) -> dp_accounting.DpEvent:
+    steps = sum(release.steps for release in kind)
+    return dp_accounting.ComposedDpEvent(
+        [dp_accounting.SelfComposedDpEvent(sampled_gaussian(r.sample_rate, r.noise_multiplier), r.steps) for r in kind]
+        + [dp_accounting.ZCDpEvent(rho=0.0, xi=ROUNDING * steps + surcharge)]
+    )

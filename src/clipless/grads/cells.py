@@ -1,0 +1,177 @@
+"""The maths of recurrent cells: one position forward, in place in buffers for all of them, and back again.
+
+Index legend: b record, i in, h hidden (after the projection, if there is one), o hidden before it, g gates times hidden.
+Only the first n records may have a position: then all tensors here are the first n rows of the buffers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Recurrent = nn.RNNBase | nn.RNNCellBase
+
+
+class Weights(NamedTuple):
+    """The parameters of one layer in one direction."""
+
+    ih: Tensor  # [g,i]
+    hh: Tensor  # [g,h]
+    bias_ih: Tensor | None  # [g]
+    bias_hh: Tensor | None  # [g]
+    hr: Tensor | None  # [h,o]
+
+
+class Moment(NamedTuple):
+    """One position: the states before and after it, its gates, and what else a cell remembers of it."""
+
+    gates: Tensor  # [b,g]
+    extra: Tensor | None  # [b,o]
+    h: Tensor  # [b,h]
+    c: Tensor | None  # [b,o]
+    new_h: Tensor  # [b,o]
+    new_c: Tensor | None  # [b,o]
+
+
+class Slopes(NamedTuple):
+    """Gradients at one position. `h` and `c` come with those of the states after it; `c` is left with that of the state
+    before, `h` with the part of it that does not come through the gates, if the cell has one."""
+
+    gates: Tensor  # [b,g], to be written
+    hidden_gates: Tensor  # [b,g], to be written, the same buffer as `gates` where the cell adds the two shares
+    h: Tensor  # [b,o]
+    c: Tensor | None  # [b,o]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`step` turns the input's share of the gates into the new state, `back` their gradients into those of the gates.
+
+    `extra` and `cell_state`: whether it has these. `own_share`: whether the gradients of the hidden state's share of the
+    gates differ from those of the input's. `carries`: whether the state reaches the next one other than by the gates.
+    """
+
+    step: Callable[[Weights, Moment], None]
+    back: Callable[[Moment, Slopes], None]
+    extra: bool = False
+    cell_state: bool = False
+    own_share: bool = False
+    carries: bool = False
+
+    def input_bias(self, weights: Weights) -> Tensor | None:
+        """What is added to the input's share of the gates for all positions at once."""
+        if weights.bias_ih is None or weights.bias_hh is None:
+            return None
+        if not self.own_share:
+            return weights.bias_ih + weights.bias_hh
+        split = 2 * weights.hh.shape[1]
+        return torch.cat([weights.bias_ih[:split] + weights.bias_hh[:split], weights.bias_ih[split:]])
+
+
+def _tanh_step(weights: Weights, at: Moment) -> None:
+    torch.tanh(at.gates.addmm_(at.h, weights.hh.t()), out=at.new_h)
+
+
+def _tanh_back(at: Moment, slopes: Slopes) -> None:
+    _tanh_backward(slopes.h, at.new_h, grad_input=slopes.gates)
+
+
+def _relu_step(weights: Weights, at: Moment) -> None:
+    torch.clamp(at.gates.addmm_(at.h, weights.hh.t()), min=0, out=at.new_h)
+
+
+def _relu_back(at: Moment, slopes: Slopes) -> None:
+    _threshold_backward(slopes.h, at.new_h, 0, grad_input=slopes.gates)
+
+
+def _lstm_step(weights: Weights, at: Moment) -> None:
+    """`extra` is tanh of the new cell state."""
+    assert at.c is not None
+    assert at.new_c is not None
+    assert at.extra is not None
+    at.gates.addmm_(at.h, weights.hh.t())
+    write, forget, value, show = at.gates.chunk(4, 1)
+    at.gates[:, : 2 * write.shape[1]].sigmoid_()
+    _tanh_of_block(value)
+    show.sigmoid_()
+    torch.mul(write, value, out=at.new_c).addcmul_(forget, at.c)
+    torch.tanh(at.new_c, out=at.extra)
+    torch.mul(show, at.extra, out=at.new_h)
+
+
+def _lstm_back(at: Moment, slopes: Slopes) -> None:
+    assert at.c is not None
+    assert at.extra is not None
+    assert slopes.c is not None
+    write, forget, value, show = at.gates.chunk(4, 1)
+    of_write, of_forget, of_value, of_show = slopes.gates.chunk(4, 1)
+    two = 2 * write.shape[1]
+    torch.mul(slopes.h, at.extra, out=of_show)
+    _sigmoid_backward(of_show, show, grad_input=of_show)
+    shown = torch.mul(slopes.h, show)
+    slopes.c.add_(_tanh_backward(shown, at.extra, grad_input=shown))
+    torch.mul(slopes.c, value, out=of_write)
+    torch.mul(slopes.c, at.c, out=of_forget)
+    _sigmoid_backward(slopes.gates[:, :two], at.gates[:, :two], grad_input=slopes.gates[:, :two])
+    torch.mul(slopes.c, write, out=of_value)
+    _tanh_backward(of_value, value, grad_input=of_value)
+    slopes.c.mul_(forget)
+
+
+def _gru_step(weights: Weights, at: Moment) -> None:
+    """`extra` is the hidden state's share of the new value, which the reset gate multiplies."""
+    assert at.extra is not None
+    reset, update, value = at.gates.chunk(3, 1)
+    split = 2 * reset.shape[1]
+    at.gates[:, :split].addmm_(at.h, weights.hh[:split].t()).sigmoid_()
+    if weights.bias_hh is None:
+        torch.mm(at.h, weights.hh[split:].t(), out=at.extra)
+    else:
+        torch.addmm(weights.bias_hh[split:], at.h, weights.hh[split:].t(), out=at.extra)
+    value.addcmul_(reset, at.extra)
+    _tanh_of_block(value)
+    torch.lerp(value, at.h, update, out=at.new_h)
+
+
+def _gru_back(at: Moment, slopes: Slopes) -> None:
+    assert at.extra is not None
+    reset, update, value = at.gates.chunk(3, 1)
+    of_reset, of_update, of_value = slopes.gates.chunk(3, 1)
+    split = 2 * reset.shape[1]
+    torch.sub(at.h, value, out=of_update).mul_(slopes.h)
+    torch.addcmul(slopes.h, slopes.h, update, value=-1, out=of_value)
+    _tanh_backward(of_value, value, grad_input=of_value)
+    torch.mul(of_value, at.extra, out=of_reset)
+    _sigmoid_backward(slopes.gates[:, :split], at.gates[:, :split], grad_input=slopes.gates[:, :split])
+    slopes.hidden_gates[:, :split] = slopes.gates[:, :split]
+    torch.mul(of_value, reset, out=slopes.hidden_gates[:, split:])
+    slopes.h.mul_(update)
+
+
+def _tanh_of_block(block: Tensor) -> None:
+    """In place. Torch runs it on several threads only if the memory has no gaps, so a copy pays."""
+    block.copy_(block.contiguous().tanh_())
+
+
+_sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
+_tanh_backward = torch.ops.aten.tanh_backward.grad_input
+_threshold_backward = torch.ops.aten.threshold_backward.grad_input
+
+CELLS = {
+    "rnn_tanh": Cell(_tanh_step, _tanh_back),
+    "rnn_relu": Cell(_relu_step, _relu_back),
+    "lstm": Cell(_lstm_step, _lstm_back, extra=True, cell_state=True),
+    "gru": Cell(_gru_step, _gru_back, extra=True, own_share=True, carries=True),
+}
+
+
+def cell_of(module: Recurrent) -> Cell:
+    """The cell of a recurrent layer, or of a module that is one cell."""
+    if isinstance(module, nn.LSTM | nn.LSTMCell):
+        return CELLS["lstm"]
+    if isinstance(module, nn.GRU | nn.GRUCell):
+        return CELLS["gru"]
+    assert isinstance(module, nn.RNN | nn.RNNCell)
+    return CELLS[f"rnn_{module.nonlinearity}"]

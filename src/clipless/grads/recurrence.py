@@ -1,0 +1,173 @@
+"""Recurrent layers through time, forward and back, with what a gradient per record needs.
+
+Index legend: t position, b record, i in, h hidden (after the projection, if there is one), o hidden before it, g gates
+times hidden, l layer times direction. Positions come first in memory, so that one position is one block.
+
+The records are sorted by length, longest first, if they differ in it: `sizes` says how many have each position. A record
+keeps its state beyond its end and adds nothing there; in the reverse direction it starts from its end.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from clipless.grads.cells import Cell, Moment, Slopes, Weights
+
+State = tuple[Tensor, ...]  # (h,), for an LSTM (h, c)
+
+
+class Trace(NamedTuple):
+    """What one layer in one direction remembers of its way forward. `hidden` and `cells` also hold the initial state, at
+    the end if the direction is the reverse one."""
+
+    weights: Weights
+    x: Tensor  # [t,b,i]
+    gates: Tensor  # [t,b,g]
+    hidden: Tensor  # [t+1,b,h]
+    cells: Tensor | None  # [t+1,b,o]
+    extra: Tensor | None  # [t,b,o]
+    unprojected: Tensor | None  # [t,b,o]
+    backwards: bool
+
+    @property
+    def before(self) -> Tensor:
+        """The hidden state before each position, [t,b,h]."""
+        return self.hidden[1:] if self.backwards else self.hidden[:-1]
+
+    @property
+    def outputs(self) -> Tensor:
+        """The hidden state after each position, [t,b,h]."""
+        return self.hidden[:-1] if self.backwards else self.hidden[1:]
+
+    @property
+    def final(self) -> State:
+        end = 0 if self.backwards else -1
+        return (self.hidden[end],) if self.cells is None else (self.hidden[end], self.cells[end])
+
+    def order(self) -> Iterator[int]:
+        positions = range(len(self.x))
+        return reversed(positions) if self.backwards else iter(positions)
+
+    def at(self, t: int, n: int) -> Moment:
+        """The first n records at position t."""
+        past, future = (t + 1, t) if self.backwards else (t, t + 1)
+        return Moment(
+            gates=self.gates[t, :n],
+            extra=None if self.extra is None else self.extra[t, :n],
+            h=self.hidden[past, :n],
+            c=None if self.cells is None else self.cells[past, :n],
+            new_h=self.hidden[future, :n] if self.unprojected is None else self.unprojected[t, :n],
+            new_c=None if self.cells is None else self.cells[future, :n],
+        )
+
+
+class Slope(NamedTuple):
+    """The gradients of one layer in one direction; zero beyond a record's end."""
+
+    gates: Tensor  # [t,b,g]
+    hidden_gates: Tensor  # [t,b,g]
+    projected: Tensor | None  # [t,b,h]
+    state: State  # [b,h], for an LSTM's c [b,o]
+
+
+class Passage(NamedTuple):
+    """All layers in all directions on their way forward."""
+
+    traces: list[Trace]
+    output: Tensor  # [t,b,h], both directions side by side
+    final: list[Tensor]  # [l,b,h], for an LSTM's c [l,b,o]
+
+
+class Return(NamedTuple):
+    """All layers in all directions on their way back."""
+
+    slopes: list[Slope]
+    x: Tensor | None  # [t,b,i]
+    state: list[Tensor]  # [l,b,h], for an LSTM's c [l,b,o]
+
+
+def forward(cell: Cell, layers: Sequence[Sequence[Weights]], x: Tensor, state: State, sizes: list[int]) -> Passage:
+    """Run x [t,b,i] through layers of one or two directions, from states of [l,b,h]."""
+    traces: list[Trace] = []
+    for directions in layers:
+        for backwards, weights in enumerate(directions):
+            start = tuple(part[len(traces)] for part in state)
+            traces.append(_forward(cell, weights, x, start, sizes, bool(backwards)))
+        outputs = [trace.outputs for trace in traces[-len(directions) :]]
+        x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    final = [torch.stack(states) for states in zip(*(trace.final for trace in traces), strict=True)]
+    return Passage(traces, x, final)
+
+
+def back(
+    cell: Cell, traces: Sequence[Trace], grad: Tensor | None, final: State, sizes: list[int], *, to_input: bool
+) -> Return:
+    """From the gradients of the output [t,b,h] and of the final states [l,b,h] to those of everything before."""
+    ways = 1 + traces[-1].backwards
+    slopes: list[Slope] = []
+    for number in reversed(range(0, len(traces), ways)):
+        pair = traces[number : number + ways]
+        shares = [None] * ways if grad is None else grad.chunk(ways, 2)
+        ends = [tuple(part[number + way] for part in final) for way in range(ways)]
+        found = [_back(cell, *which, sizes) for which in zip(pair, shares, ends, strict=True)]
+        slopes[:0] = found
+        grad = None
+        if number or to_input:
+            of_x = [slope.gates @ trace.weights.ih for slope, trace in zip(found, pair, strict=True)]
+            grad = of_x[0] if ways == 1 else of_x[0].add_(of_x[1])
+    return Return(slopes, grad, [torch.stack(states) for states in zip(*(s.state for s in slopes), strict=True)])
+
+
+def _forward(cell: Cell, weights: Weights, x: Tensor, start: State, sizes: list[int], backwards: bool) -> Trace:
+    t, b, _ = x.shape
+    bias, rows = cell.input_bias(weights), x.flatten(0, 1)
+    gates = rows @ weights.ih.t() if bias is None else torch.addmm(bias, rows, weights.ih.t())
+    width = start[-1].shape[1]  # o
+    trace = Trace(
+        weights,
+        x,
+        gates.view(t, b, -1),
+        hidden=x.new_empty(t + 1, *start[0].shape),
+        cells=x.new_empty(t + 1, b, width) if cell.cell_state else None,
+        extra=x.new_empty(t, b, width) if cell.extra else None,
+        unprojected=None if weights.hr is None else x.new_empty(t, b, width),
+        backwards=backwards,
+    )
+    states = [trace.hidden] if trace.cells is None else [trace.hidden, trace.cells]
+    for buffer, value in zip(states, start, strict=True):
+        buffer[-1 if backwards else 0] = value
+    for position in trace.order():
+        n, past, future = sizes[position], position + backwards, position + (not backwards)
+        moment = trace.at(position, n)
+        cell.step(weights, moment)
+        if weights.hr is not None:
+            torch.mm(moment.new_h, weights.hr.t(), out=trace.hidden[future, :n])
+        if n < b:
+            for buffer in states:
+                buffer[future, n:] = buffer[past, n:]
+    return trace if cell.extra else trace._replace(gates=gates.new_empty(t, 0))
+
+
+def _back(cell: Cell, trace: Trace, grad: Tensor | None, final: State, sizes: list[int]) -> Slope:
+    (t, b, _), weights = trace.x.shape, trace.weights
+    empty = trace.x.new_empty if min(sizes) == b else trace.x.new_zeros
+    gates = empty(t, b, len(weights.hh))
+    hidden_gates = empty(t, b, len(weights.hh)) if cell.own_share else gates
+    projected = None if weights.hr is None else empty(t, b, weights.hh.shape[1])
+    state = tuple(part.clone() for part in final)
+    for position in reversed(list(trace.order())):
+        n = sizes[position]
+        moment, h = trace.at(position, n), state[0][:n]
+        if grad is not None:
+            h += grad[position, :n]
+        if projected is not None:
+            projected[position, :n] = h
+        shown = h if weights.hr is None else h @ weights.hr
+        slopes = Slopes(
+            gates[position, :n], hidden_gates[position, :n], shown, state[1][:n] if cell.cell_state else None
+        )
+        cell.back(moment, slopes)
+        h.addmm_(slopes.hidden_gates, weights.hh, beta=int(cell.carries))
+    return Slope(gates, hidden_gates, projected, state)

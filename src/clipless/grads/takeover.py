@@ -1,0 +1,169 @@
+"""A recurrent layer's own kernel keeps nothing that gives gradients per record. While the tape watches the layer, the
+kernel's work is done here instead: once, keeping what the layer rule needs, and the gradients of the layer's input are
+those that the rule finds on its way.
+
+Nothing is wrapped: one weight in the layer's own list is replaced by a bait, the same value in a tensor class of its own,
+and torch hands the call of the kernel over to that class.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from clipless.errors import UnsupportedModule
+from clipless.grads.cells import CELLS, Cell, Weights
+from clipless.grads.recurrence import State, Trace, forward
+from clipless.grads.sequences import Sequences
+
+KERNELS: dict[Any, Cell] = {getattr(torch._VF, name): cell for name, cell in CELLS.items()}
+
+
+class Ahead:
+    """The gradients of the layer's input and initial states, found by its rule before autograd asks for them."""
+
+    def __init__(self, wanted: Sequence[bool]) -> None:
+        self.wanted = tuple(wanted)
+        self.grads: tuple[Tensor | None, ...] | None = None
+
+
+class Kept(NamedTuple):
+    """What a layer that was taken over leaves for its rule."""
+
+    traces: list[Trace]
+    ahead: Ahead
+
+
+class Takeover:
+    """Answers the call of a layer's kernel, from now until `end`. `kept` is None as long as there was no such call, or if
+    it was left to the kernel: under autocast, in half precision, with dropout between layers, on shapes that do not fit.
+    """
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        self.kept: Kept | None = None
+        self._weights: list[Any] = layer._flat_weights
+        self._last: Tensor = self._weights[-1]
+        self._weights[-1] = Bait.on(self)
+
+    @property
+    def last(self) -> Tensor:
+        """The weight that the bait stands for."""
+        return self._last
+
+    def end(self) -> None:
+        """Put the weight back; a second time does nothing."""
+        if isinstance(self._weights[-1], Bait):
+            self._weights[-1] = self._last
+
+    def answer(self, kernel: Any, args: tuple[Any, ...]) -> Any:
+        call = KernelCall.of(KERNELS[kernel], args)
+        if not call.fits():
+            return kernel(*args)
+        return Recurrence.apply(self, call, call.data, *call.state)  # type: ignore[no-untyped-call]
+
+
+class Bait(Tensor):
+    """Stands for one weight of a layer, so that what the layer calls with it is handed to the takeover."""
+
+    takeover: Takeover
+
+    @staticmethod
+    def on(takeover: Takeover) -> "Bait":
+        bait = Tensor._make_subclass(Bait, takeover.last.detach())
+        bait.takeover = takeover
+        return bait
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        bait = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        args, kwargs = pytree.tree_map(
+            lambda leaf: leaf.takeover.last if isinstance(leaf, cls) else leaf, (args, kwargs or {})
+        )
+        return func(*args, **kwargs) if func not in KERNELS or kwargs else bait.takeover.answer(func, args)
+
+
+class KernelCall(NamedTuple):
+    """What a layer calls its kernel with."""
+
+    cell: Cell
+    data: Tensor
+    sequences: Sequences
+    state: State
+    weights: list[Tensor]
+    bias: bool
+    depth: int
+    dropout: float
+    two_way: bool
+
+    @staticmethod
+    def of(cell: Cell, args: tuple[Any, ...]) -> "KernelCall":
+        """The kernels take (data, state, weights, bias, layers, dropout, training, two-way, batch first), or, packed,
+        (data, batch sizes, state, ...) and no word on the batch."""
+        packed = isinstance(args[3], list | tuple)
+        data, sizes, rest = (args[0], args[1], args[2:]) if packed else (args[0], None, args[1:])
+        state, weights, bias, depth, dropout, training, two_way = rest[:7]
+        sequences = Sequences(not packed and rest[7], sizes)
+        states = (state,) if isinstance(state, Tensor) else tuple(state)
+        return KernelCall(
+            cell, data, sequences, states, list(weights), bias, depth, dropout if training else 0.0, two_way
+        )
+
+    def fits(self) -> bool:
+        tensors = [self.data, *self.state, *self.weights]
+        alike = all(t.dtype == self.data.dtype and type(t) in (Tensor, nn.Parameter) for t in tensors)
+        return (
+            alike
+            and self.data.dtype in (torch.float32, torch.float64)
+            and not torch.is_autocast_enabled(self.data.device.type)
+            and (self.dropout == 0 or self.depth == 1)
+            and self.data.numel() > 0
+            and self._starts_fit()
+        )
+
+    def _starts_fit(self) -> bool:
+        rows, sizes = self.depth * (1 + self.two_way), self.sequences.batch_sizes
+        records = self.data.shape[not self.sequences.batch_first] if sizes is None else int(sizes[0])
+        return self.data.dim() == (3 if sizes is None else 2) and all(
+            s.shape[:2] == (rows, records) for s in self.state
+        )
+
+
+def layers_of(flat: Sequence[Tensor], bias: bool, depth: int, two_way: bool) -> list[list[Weights]]:
+    """A layer's flat list of weights, by layer and direction."""
+    ways = 1 + two_way
+    each = len(flat) // (depth * ways)
+    named = [_weights(flat[k : k + each], bias) for k in range(0, len(flat), each)]
+    return [named[k : k + ways] for k in range(0, len(named), ways)]
+
+
+def _weights(group: Sequence[Tensor], bias: bool) -> Weights:
+    ih, hh, *rest = group
+    bias_ih, bias_hh = rest[:2] if bias else (None, None)
+    projection = rest[2 * bias :]
+    return Weights(ih, hh, bias_ih, bias_hh, projection[0] if projection else None)
+
+
+class Recurrence(torch.autograd.Function):
+    """The kernel's work. Outputs are copies of what is kept, so that they may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, takeover: Takeover, call: KernelCall, data: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        x = call.sequences.timed(data).contiguous()
+        layers = layers_of(call.weights, call.bias, call.depth, call.two_way)
+        passage = forward(call.cell, layers, x, state, call.sequences.sizes(x))
+        ctx.ahead = Ahead(ctx.needs_input_grad[2:])
+        ctx.set_materialize_grads(False)
+        takeover.kept = Kept(passage.traces, ctx.ahead)
+        return call.sequences.given(passage.output).clone(memory_format=torch.contiguous_format), *passage.final
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if ctx.ahead.grads is None:
+            raise UnsupportedModule(
+                "the output of a recurrent layer was used before clipless saw it, so its gradient cannot be told apart by "
+                "record. Register forward hooks on the layer after make_private, or none."
+            )
+        found, ctx.ahead.grads = ctx.ahead.grads, None
+        return None, None, *found

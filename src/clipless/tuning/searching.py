@@ -1,0 +1,84 @@
+"""Run the drawn candidates and keep the best."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+from clipless.tuning.pools import InProcess, Pool
+from clipless.tuning.worker import Outcome, Task, run
+
+ATTEMPTS = 3
+
+
+def outcomes(tasks: Sequence[Task], pool: Pool, on_steps: Callable[[int], None]) -> Iterator[Outcome]:
+    """The outcome of every task, in the order in which they come in. `on_steps` is told of steps as they are taken.
+
+    A task whose process died is repeated, same candidate, same seed, with no other at its side. One that dies so
+    `ATTEMPTS` times has failed, which is the worst of outcomes. Errors that are no outcome are raised.
+    """
+    return _Flight(tasks, pool, on_steps).land()
+
+
+def best(runs: Iterator[Outcome]) -> Outcome:
+    """The outcome with the best score. Among equals the one drawn first, whichever came in first."""
+    return max(runs, key=lambda outcome: (outcome.score, -outcome.place))
+
+
+class _Flight:
+    """Tasks that wait, that are under way, and that were lost and go alone next."""
+
+    def __init__(self, tasks: Sequence[Task], pool: Pool, on_steps: Callable[[int], None]) -> None:
+        self._waiting = deque(tasks)
+        self._suspects: deque[Task] = deque()
+        self._deaths: Counter[int] = Counter()
+        self._flying: dict[Future[Outcome], Task] = {}
+        self._pool, self._on_steps = pool, on_steps
+        self._alone = False
+
+    def land(self) -> Iterator[Outcome]:
+        while self._waiting or self._suspects or self._flying:
+            if not self._flying and self._suspects:
+                self._pool.renew()
+                self._alone = True
+                self._start(self._suspects.popleft())
+            while self._waiting and not self._suspects and not self._alone and len(self._flying) < self._pool.width:
+                self._start(self._waiting.popleft())
+            for future in wait(self._flying, return_when=FIRST_COMPLETED).done:
+                yield from self._landed(future)
+
+    def _start(self, task: Task) -> None:
+        try:
+            if isinstance(self._pool, InProcess):
+                future = self._pool.submit(run, task, _increments(self._on_steps))
+            else:
+                future = self._pool.submit(run, task)
+        except self._pool.lost:  # it broke before this task had begun
+            self._suspects.append(task)
+            return
+        self._flying[future] = task
+
+    def _landed(self, future: "Future[Outcome]") -> Iterator[Outcome]:
+        task = self._flying.pop(future)
+        alone, self._alone = self._alone, False
+        try:
+            outcome = future.result()
+        except self._pool.lost:
+            self._deaths[task.place] += alone
+            if self._deaths[task.place] < ATTEMPTS:
+                self._suspects.append(task)
+                return
+            outcome = Outcome(task.place, task.candidate)
+        if not isinstance(self._pool, InProcess):
+            self._on_steps(task.steps)
+        yield outcome
+
+
+def _increments(on_steps: Callable[[int], None]) -> Callable[[int], None]:
+    seen = 0
+
+    def at(step: int) -> None:
+        nonlocal seen
+        on_steps(step - seen)
+        seen = step
+
+    return at

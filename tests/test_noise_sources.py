@@ -1,0 +1,275 @@
+"""One suite for every registered noise source: its numbers are normal, uniform and independent, whoever draws them.
+
+Sources that cannot be seeded give other numbers in every run, so each test states its false-alarm rate: all tests of
+this file together raise one in less than a million runs.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from scipy import special, stats
+from torch import Tensor
+
+from clipless.errors import InvalidArgument
+from clipless.noise import NOISE_SOURCES, STREAMS, NoiseSource
+from clipless.noise.threads import share
+from clipless.sampling import PoissonSampler
+
+DRAWS = 10**7
+# The odds that a right source fails one single comparison.
+RARE = 5e-9
+
+
+def make(name: str, seed: int = 3) -> NoiseSource:
+    kind = NOISE_SOURCES[name]
+    return kind(seed) if kind.replayable else kind()
+
+
+@pytest.fixture(params=NOISE_SOURCES)
+def source(request: pytest.FixtureRequest) -> NoiseSource:
+    return make(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def flat(source: NoiseSource, stream: str, step: int, *sizes: int) -> Tensor:
+    return torch.cat(list(source.normals(stream, step, [torch.empty(size) for size in sizes])))
+
+
+# Normality.
+
+
+def faults(values: np.ndarray) -> list[str]:
+    """The comparisons that a sample of independent standard normal numbers fails, each with odds of at most RARE.
+
+    Moments to the fourth (normal approximation, at ten million draws), Kolmogorov-Smirnov, and both tails beyond 3, 4
+    and 5 by their exact binomial counts: 11 comparisons.
+    """
+    count = len(values)
+    moments = {1: (0, 1), 2: (1, 2), 3: (0, 15), 4: (3, 96)}
+    bound = stats.norm.isf(RARE / 2)
+    found = [
+        f"moment {power}"
+        for power, (mean, variance) in moments.items()
+        if not abs((values**power).mean() - mean) < bound * math.sqrt(variance / count)
+    ]
+    levels = special.ndtr(np.sort(values))
+    steps = np.arange(count + 1) / count
+    if stats.kstwobign.sf(max((steps[1:] - levels).max(), (levels - steps[:-1]).max()) * math.sqrt(count)) < RARE:
+        found.append("Kolmogorov-Smirnov")
+    for edge, sign in itertools.product((3, 4, 5), (1, -1)):
+        beyond = int((sign * values > edge).sum())
+        expected = stats.binom(count, stats.norm.sf(edge))
+        if min(expected.cdf(beyond), expected.sf(beyond - 1)) < RARE / 2:
+            found.append(f"tail at {sign * edge}")
+    return found
+
+
+def test_ten_million_numbers_are_normal(source: NoiseSource) -> None:
+    """False alarms: 11 comparisons, 6 in a hundred million runs. The sizes put tensors across the borders of blocks."""
+    sizes = (784 * 1024, 1024, 7, 1, 0, 2**18, 1_000_000 - 784 * 1024 - 1024 - 8)
+    parts = [flat(source, "gradient", step, *sizes) for step in range(9)]
+    values = torch.cat(parts)[:DRAWS].double().numpy()
+    assert len(values) == DRAWS
+    assert faults(values) == []
+
+
+FAULTY: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
+    "too small by 0.3 %": lambda g: 0.997 * g.standard_normal(DRAWS),
+    "shifted": lambda g: g.standard_normal(DRAWS) + 0.003,
+    "twelve uniforms": lambda g: g.random((12, DRAWS // 12)).sum(0) - 6,
+    "cut off at 4": lambda g: g.standard_normal(DRAWS).clip(-4, 4),
+    "one in 250 is zero": lambda g: np.where(g.random(DRAWS) < 1 / 250, 0, g.standard_normal(DRAWS)),
+    "heavy tail": lambda g: np.where(g.random(DRAWS) < 1e-5, 6, 1) * g.standard_normal(DRAWS),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_the_normality_test_finds(fault: str) -> None:
+    assert faults(FAULTY[fault](np.random.default_rng(5)))
+
+
+# Independence.
+
+
+def uncorrelated(one: Tensor, other: Tensor) -> bool:
+    """Neither the numbers nor their squares are correlated, at odds of RARE each."""
+    bound = stats.norm.isf(RARE / 2) / math.sqrt(len(one))
+    pairs = [(one, other), ((one**2 - 1) / math.sqrt(2), (other**2 - 1) / math.sqrt(2))]
+    return all(abs(float((a * b).mean())) < bound for a, b in pairs)
+
+
+def test_streams_and_steps_are_independent(source: NoiseSource) -> None:
+    """21 pairs of seven places, two correlations each: 2.1 in ten million runs."""
+    places = [("gradient", 0), ("gradient", 1), ("gradient", 2**32), ("statistic", 0), ("statistic", 1), ("sample", 0)]
+    drawn = [flat(source, *place, 200_000).double() for place in places]
+    drawn.append(flat(source, "gradient", 2, 100_000, 100_000).double())
+    assert all(uncorrelated(a, b) for a, b in itertools.combinations(drawn, 2))
+
+
+@pytest.mark.parametrize("lag", [1, 2, 15, 16, 2**13, 2**14, 2**15, 2**16, 2**18])
+def test_numbers_of_one_release_are_independent(source: NoiseSource, lag: int) -> None:
+    """Lags of neighbours, of the two halves of a Box-Muller pair, and of blocks: 9 in a hundred million over all lags."""
+    values = flat(source, "gradient", 0, 2**19, 2**18 + 3).double()
+    assert uncorrelated(values[:-lag], values[lag:])
+
+
+def test_no_number_comes_twice(source: NoiseSource) -> None:
+    """Runs of four numbers from the beginnings of all parts of all blocks, of all streams and steps, as they are, with
+    the other sign, and backwards: no two are equal."""
+    uniforms = torch.stack([source.uniform(stream, step, 10_000) for stream in STREAMS for step in range(5)])
+    normals = torch.stack([flat(source, stream, step, 2**19) for stream in STREAMS for step in range(2)])
+    for drawn in (uniforms, normals.view(-1, 2**13)[:, :64]):
+        rows = drawn.reshape(-1, 4).contiguous()
+        seen = [row.tobytes() for way in (rows, -rows, rows.flip(1)) for row in way.numpy()]
+        assert len(set(seen)) == len(seen)
+
+
+def test_the_number_of_threads_decides_nothing(source: NoiseSource, threads: Callable[[int], None]) -> None:
+    """A replayable source gives the same bits; any source gives different numbers in every block."""
+    drawn = []
+    for count in (1, 2, 5):
+        threads(count)
+        drawn.append(flat(source, "gradient", 4, 2**19, 5, 2**18))
+    for values in drawn:
+        starts = values[: 2**19].view(-1, 2**13)[:, :4]
+        assert len(starts.unique(dim=0)) == len(starts)
+    same = [torch.equal(drawn[0], values) for values in drawn[1:]]
+    assert same == [source.replayable] * 2
+
+
+def test_asked_again_a_replayable_source_repeats_itself_and_no_other_does(source: NoiseSource) -> None:
+    assert (source.seed is None) != source.replayable
+    first, again = (flat(source, "gradient", 1, 50) for _ in range(2))
+    assert torch.equal(first, again) == source.replayable
+    first, again = (source.uniform("sample", 1, 50) for _ in range(2))
+    assert torch.equal(first, again) == source.replayable
+    (first,), (again,) = (source.release("statistic", 1, [torch.zeros(50)], [1.0]) for _ in range(2))
+    assert torch.equal(first, again) == source.replayable
+
+
+# Shapes and types.
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (15,), (16,), (17,), (3, 0, 2), (4, 5, 6)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_releases_are_shaped_like_their_values(source: NoiseSource, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    templates = [
+        torch.ones(shape, dtype=dtype),
+        torch.ones(shape, dtype=dtype).t() if len(shape) == 2 else torch.ones(2),
+    ]
+    for drawn in (source.normals("gradient", 0, iter(templates)), source.release("gradient", 0, templates, [1.0, 2.0])):
+        one, other = drawn
+        assert (one.shape, other.shape) == (templates[0].shape, templates[1].shape)
+    assert one.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert all(torch.equal(template, torch.ones_like(template)) for template in templates)
+
+
+def test_a_release_is_the_value_plus_noise_of_its_own_size(source: NoiseSource) -> None:
+    """4 comparisons of means and deviations at RARE each. A transposed value keeps its places."""
+    values = [torch.full((500, 400), 1000.0), torch.arange(200_000.0).view(400, 500).t() * 100]
+    stddevs = [0.25, 7.0]
+    bound = stats.norm.isf(RARE / 2)
+    for value, stddev, noisy in zip(values, stddevs, source.release("gradient", 0, values, stddevs), strict=True):
+        noise = (noisy - value).double() / stddev
+        assert abs(float(noise.mean())) < bound / math.sqrt(noise.numel())
+        assert abs(float(noise.square().mean()) - 1) < bound * math.sqrt(2 / noise.numel()) + 1e-4
+
+
+@pytest.mark.parametrize("stddev", [0.0, -1.0, math.inf, math.nan])
+def test_noise_that_hides_nothing_is_refused(source: NoiseSource, stddev: float) -> None:
+    with pytest.raises(InvalidArgument, match="must be positive and finite. Raise the clipping threshold"):
+        list(source.release("gradient", 0, [torch.ones(3), torch.ones(3)], [1.0, stddev]))
+
+
+def test_a_value_without_its_deviation_is_refused(source: NoiseSource) -> None:
+    with pytest.raises(ValueError, match="shorter|longer"):
+        list(source.release("gradient", 0, [torch.ones(3), torch.ones(3)], [1.0]))
+
+
+def test_an_unknown_stream_is_refused(source: NoiseSource) -> None:
+    for draw in (
+        lambda: list(source.normals("gradeint", 0, [torch.ones(3)])),
+        lambda: list(source.release("gradeint", 0, [torch.ones(3)], [1.0])),
+        lambda: source.uniform("gradeint", 0, 3),
+    ):
+        with pytest.raises(InvalidArgument, match="did you mean 'gradient'"):
+            draw()
+
+
+def test_the_global_generators_are_neither_read_nor_moved(source: NoiseSource) -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    flat(source, "gradient", 0, 100)
+    source.uniform("sample", 0, 100)
+    list(source.release("gradient", 0, [torch.zeros(5)], [1.0]))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])
+
+
+# Uniform numbers and the batches drawn with them.
+
+
+def test_uniform_numbers_are_uniform_with_53_bits(source: NoiseSource) -> None:
+    """Kolmogorov-Smirnov, and each of the 53 bits is set half of the time: 54 comparisons, 1.4 in ten million runs."""
+    numbers = source.uniform("sample", 0, 1_000_003)
+    whole = (numbers * 2**53).to(torch.int64)
+    assert numbers.dtype == torch.float64
+    assert numbers.shape == (1_000_003,)
+    assert torch.equal(whole.double() / 2**53, numbers)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert stats.kstest(numbers.numpy(), "uniform").pvalue > RARE
+    bound = stats.norm.isf(RARE / 4) * 0.5 / math.sqrt(len(numbers))
+    for bit in range(53):
+        assert abs(float(((whole >> bit) & 1).double().mean()) - 0.5) < bound, bit
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.1, 0.9])
+def test_records_are_drawn_at_the_rate_and_independently(source: NoiseSource, rate: float) -> None:
+    """Exact binomial tests of the total, of each of 60 records and of each of their 1,770 pairs, and the spread of the
+    batch sizes: RARE for each of the four kinds together, so 6 in a hundred million over the three rates."""
+    size, draws = 60, 4000
+    sampler = PoissonSampler(source, size, rate)
+    drawn = torch.zeros(draws, size, dtype=torch.float64)
+    for draw in range(draws):
+        drawn[draw, sampler.indices(draw)] = 1
+    together = (drawn.T @ drawn)[tuple(torch.triu_indices(size, size, 1))].numpy()
+    for counts, trials, odds in (
+        (drawn.sum().reshape(1).numpy(), size * draws, rate),
+        (drawn.sum(0).numpy(), draws, rate),
+        (together, draws, rate**2),
+    ):
+        expected = stats.binom(trials, odds)
+        assert np.minimum(expected.cdf(counts), expected.sf(counts - 1)).min() > RARE / 2 / len(counts)
+    sizes = drawn.sum(1)
+    sizes_variance = size * rate * (1 - rate)
+    spread = ((sizes - size * rate) ** 2).mean() / sizes_variance - 1
+    excess = (1 - 6 * rate * (1 - rate)) / sizes_variance
+    assert abs(float(spread)) < 8 * math.sqrt((2 + excess) / draws)
+
+
+# Threads.
+
+
+def test_what_a_thread_raises_is_raised(threads: Callable[[int], None]) -> None:
+    threads(3)
+
+    def fail(jobs: Iterator[int]) -> None:
+        for job in jobs:
+            if job == 7:
+                raise RuntimeError("seven")
+
+    with pytest.raises(RuntimeError, match="seven"):
+        share(range(20), fail)
+    done: list[int] = []
+    share(range(20), done.extend)
+    assert sorted(done) == list(range(20))
