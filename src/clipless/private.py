@@ -15,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from clipless.accounting import Ledger, Spent
 from clipless.accounting.journal import Journal
+from clipless.buffers import Buffers
 from clipless.checkpoint import capture, read_checkpoint
 from clipless.clipping import Clipping, as_clipping
-from clipless.errors import BudgetSpent, InvalidArgument, InvalidType, Misuse
+from clipless.errors import BudgetSpent, InvalidType, Misuse
 from clipless.fingerprint import fingerprint
 from clipless.grads import Engine, Tuner, as_tuner
 from clipless.noise import NoiseSource, noise_source
@@ -25,6 +26,7 @@ from clipless.partition import partition
 from clipless.plan import PrivacyPlan, make_plan
 from clipless.preflight import refuse_unsound
 from clipless.refusals import (
+    one_batch_size,
     refuse_arguments,
     refuse_changed_parameters,
     refuse_incomplete,
@@ -64,6 +66,7 @@ def make_private(
     Give `epsilon` or `noise_multiplier`, `epochs` or `steps`, and the expected `batch_size`; without `delta` it is
     N**-1.1. Train on `private.loader`. Model and optimizer stay what they are and get hooks, which `detach()` removes.
     `check=(loss_fn, batch)` runs `clipless.check` first, which raises `Unsound` for a model or loss that mixes records.
+    `tuner="time"` times the exact ways to each layer's share instead of modelling their cost (docs/performance.md).
     If anything is refused, nothing has been changed.
     """
     data, own_batch_size, settings = source_of(dataset)
@@ -74,15 +77,12 @@ def make_private(
             raise Misuse("this model or optimizer is private already: call detach() on its Private object first.")
     if not isinstance(allow_overspend, bool):
         raise InvalidType(f"allow_overspend must be True or False, got {allow_overspend!r}.")
-    if None not in (batch_size, own_batch_size) and batch_size != own_batch_size:
-        raise InvalidArgument(
-            f"batch_size={batch_size} contradicts the DataLoader's batch_size={own_batch_size}: give one of them."
-        )
+    batch_size = one_batch_size(batch_size, own_batch_size)
     how = as_clipping(clipping)
     groups = partition(how.groups, parameters)
     plan = make_plan(
         dataset_size=len(data),  # type: ignore[arg-type]
-        batch_size=own_batch_size if batch_size is None else batch_size,
+        batch_size=batch_size,
         epochs=epochs,
         steps=steps,
         epsilon=epsilon,
@@ -125,6 +125,7 @@ class Private:
         self._statistic: Tensor | None = None
         self._journal: Journal | None = None
         self._policy_state = plan.clipping.policy.init(plan.setting)
+        self._gradients = Buffers()
         self._engine = Engine(model, plan.groups, self._factors, self._observe, tuner)
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate)
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
@@ -217,9 +218,9 @@ class Private:
     # One step.
 
     def _factors(self, norms: Tensor, group: int) -> Tensor:
-        """How much of some records enters a group's sum, [1,b]."""
+        """How much of some records enters a group's sum over the expected batch, [1,b]."""
         thresholds = self.plan.clipping.policy.thresholds(self._policy_state)
-        return self.plan.clipping.rule(norms, thresholds[group : group + 1].to(norms))
+        return self.plan.clipping.rule(norms, thresholds[group : group + 1].to(norms)) / self.plan.expected_batch
 
     def _observe(self, norms: Tensor) -> None:
         """Add up the policy's statistic over the parts of the batch."""
@@ -242,17 +243,14 @@ class Private:
         self._batch = self._statistic = None
 
     def _noised_gradients(self, step: int) -> dict[str, Tensor]:
-        """The clipped sum with noise, over the expected batch, for each parameter."""
+        """The clipped sum over the expected batch, with noise, for each parameter."""
         sums, parameters = self._engine.sums, self._engine.tape.parameters
         thresholds = self.plan.clipping.policy.thresholds(self._policy_state)
-        by_group = self.plan.stddevs(step, thresholds).flatten().tolist()
+        by_group = (self.plan.stddevs(step, thresholds).flatten() / self.plan.expected_batch).tolist()
         stddevs = [by_group[self.plan.groups.group_of[name]] for name in parameters]
         values = [sums.get(name, torch.zeros((), device=p.device).expand(p.shape)) for name, p in parameters.items()]
-        released = self._source.release("gradient", step, values, stddevs)
-        return {
-            name: noised.div_(self.plan.expected_batch).to(parameter.dtype)
-            for (name, parameter), noised in zip(parameters.items(), released, strict=True)
-        }
+        released = self._source.release("gradient", step, values, stddevs, into=self._gradients.lend(parameters))
+        return {name: noised.to(p.dtype) for (name, p), noised in zip(parameters.items(), released, strict=True)}
 
     def _noised_statistic(self, step: int) -> Tensor | None:
         """The batch's statistic with noise; None if the policy needs none."""

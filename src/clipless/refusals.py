@@ -50,6 +50,15 @@ def refuse_optimizer(optimizer: object, parameters: dict[str, nn.Parameter]) -> 
         )
 
 
+def one_batch_size(given: int | None, of_loader: int | None) -> int | None:
+    """The expected batch, by argument or by a DataLoader."""
+    if None not in (given, of_loader) and given != of_loader:
+        raise InvalidArgument(
+            f"batch_size={given} contradicts the DataLoader's batch_size={of_loader}: give one of them."
+        )
+    return of_loader if given is None else given
+
+
 def refuse_arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuses a step with a closure or under a gradient scaler."""
     if any(argument not in (None, optimizer) for argument in (*args, *kwargs.values())):

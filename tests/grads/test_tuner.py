@@ -140,13 +140,13 @@ def test_a_run_by_every_tuner_is_the_same_up_to_rounding(groups: str) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 1, 12, 12), torch.randint(4, (8,))
     weights = []
-    for tuner in ("model", "time", Tuner(memory_cap=0), Tuner(timed=True, memory_cap=2**30)):
+    for choice in ("model", "time", Tuner(memory_cap=0), Tuner(timed=True, memory_cap=2**30)):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(512, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         private = clipless.make_private(
             model, optimizer, TensorDataset(x, y), noise_multiplier=1.0, delta=1e-3, batch_size=4, steps=3, seed=2,
-            clipping=clipless.auto_s(groups=groups), tuner=tuner,
+            clipping=clipless.auto_s(groups=groups), tuner=choice,
         )  # fmt: skip
         for images, classes in private.loader:
             optimizer.zero_grad()

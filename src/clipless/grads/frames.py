@@ -115,6 +115,6 @@ def not_its_own(parameter: str, module: nn.Module) -> CliplessError:
 
 def used_again(name: str) -> CliplessError:
     return UnsupportedModule(
-        f"parameter {name!r} was used once more by a part of the model that is checkpointed with use_reentrant=True, after its "
-        "gradient seemed complete. Checkpoint with use_reentrant=False."
+        f"parameter {name!r} was used once more, by a part of the model that is checkpointed with use_reentrant=True, after "
+        "its gradient seemed complete. Checkpoint with use_reentrant=False."
     )

@@ -50,7 +50,7 @@ class Receiver:
             if local not in pieces:
                 raise not_its_own(name, call.module)
         # The cheap ones first: the last one that a group waits for can be clipped without being held.
-        self._take(part, [(call.wanted[local], pieces[local]) for local in reversed(call.wanted)])
+        self._take(part, [(call.wanted[local], pieces[local]) for local in reversed(list(call.wanted))])
 
     def crossing(self, crossing: Crossing, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """The gradient of an operation on shared tensors has arrived."""

@@ -40,8 +40,8 @@ from clipless.grads.layout import (
     signature,
     telling_sizes,
 )
-from clipless.grads.refusals import BufferGuard, refuse_module
 from clipless.grads.receiver import Receiver
+from clipless.grads.refusals import BufferGuard, refuse_module
 from clipless.grads.rules import generic, rule_of
 from clipless.grads.rules.generic import differentiable
 from clipless.grads.shared import Crossing, Operations, Shared, refuse_mixing, root

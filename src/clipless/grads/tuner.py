@@ -126,7 +126,9 @@ def _key(piece: Piece, parameter: Tensor) -> str:
 
 
 def _measured(piece: Piece, way: str, parameter: Tensor) -> float:
-    total = torch.empty(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device=parameter.device)
+    total = torch.empty(
+        parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device=parameter.device
+    )
     factors = torch.ones(len(piece), dtype=total.dtype, device=parameter.device)
     best = math.inf
     for _ in range(REPEATS):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clipless.errors import InvalidArgument
-from clipless.noise.source import Span, blocks, released_dtype, stream_number, usable
+from clipless.noise.source import Span, blocks, released_dtype, released_into, stream_number, usable
 from clipless.noise.threads import share
 
 # Numbers made under one counter range: enough to make the share of Python small, few enough for the cache.
@@ -69,10 +69,18 @@ class SecureNoise:
         _draw(stream, map(len, flat), write)
         return (value.to(template.device) for value, template in zip(values, wanted, strict=True))
 
-    def release(self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> Iterator[Tensor]:
+    def release(
+        self,
+        stream: str,
+        step: int,
+        values: Sequence[Tensor],
+        stddevs: Sequence[float],
+        into: Sequence[Tensor] | None = None,
+    ) -> Iterator[Tensor]:
         """The noised values, rounded to multiples of `grid(stddev)`: a grid that the values have no part in."""
-        outs = [torch.empty(value.shape, dtype=released_dtype(value)) for value in values]
-        flat = [out.view(-1).numpy() for out in outs]
+        outs = released_into(values, into)
+        here = [out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype) for out in outs]
+        flat = [out.view(-1).numpy() for out in here]
         sums = [value.detach().to("cpu", released_dtype(value)).reshape(-1).numpy() for value in values]
         scales = [(stddev, grid(stddev)) for _, stddev in zip(values, usable(stddevs), strict=True)]
 
@@ -87,7 +95,7 @@ class SecureNoise:
                 np.multiply(noise, step, out=flat[span.tensor][part], casting="same_kind")
 
         _draw(stream, map(len, flat), write)
-        return (out.to(value.device) for out, value in zip(outs, values, strict=True))
+        return (out if out is made else out.copy_(made) for out, made in zip(outs, here, strict=True))
 
     def uniform(self, stream: str, step: int, size: int) -> Tensor:
         stream_number(stream)

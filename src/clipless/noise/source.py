@@ -28,9 +28,16 @@ class NoiseSource(Protocol):
         """Standard normal float32 tensors, shaped and placed like the templates, independent of every other stream and
         step. To publish a value use `release`, which also guards its last bits where the source promises that."""
 
-    def release(self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> Iterator[Tensor]:
-        """New tensors, each value plus normal noise of its standard deviation, in the value's type or float32 if that
-        is finer. The values are left as they are."""
+    def release(
+        self,
+        stream: str,
+        step: int,
+        values: Sequence[Tensor],
+        stddevs: Sequence[float],
+        into: Sequence[Tensor] | None = None,
+    ) -> Iterator[Tensor]:
+        """Each value plus normal noise of its standard deviation, in the value's type or float32 if that is finer: new
+        tensors, or those of `into`, which are overwritten. The values are left as they are."""
 
     def uniform(self, stream: str, step: int, size: int) -> Tensor:
         """`size` numbers, uniform on [0, 1), with 53 random bits each."""
@@ -79,6 +86,13 @@ def usable(stddevs: Sequence[float]) -> Sequence[float]:
                 "clipping threshold or the noise multiplier that it comes from."
             )
     return stddevs
+
+
+def released_into(values: Sequence[Tensor], into: Sequence[Tensor] | None) -> list[Tensor]:
+    """The tensors that a release is written to."""
+    if into is not None:
+        return list(into)
+    return [torch.empty(value.shape, dtype=released_dtype(value), device=value.device) for value in values]
 
 
 def released_dtype(value: Tensor) -> torch.dtype:

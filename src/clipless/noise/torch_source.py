@@ -2,18 +2,20 @@
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from clipless.errors import InvalidArgument, InvalidType
-from clipless.noise.source import Span, blocks, released_dtype, stream_number, usable
+from clipless.noise.source import Span, blocks, released_into, stream_number, usable
 from clipless.noise.threads import share
 
 # Numbers drawn by one generator; blocks are drawn side by side in threads, and the same whatever their number.
 BLOCK = 2**18
+# Numbers drawn and added at a time: they stay in the cache, and are too few for torch to call in threads of its own.
+PIECE = 2**14
 
 
 class TorchNoise:
@@ -39,23 +41,49 @@ class TorchNoise:
         values = [torch.empty(template.shape, device=template.device) for template in templates]
         flat = [value.view(-1) for value in values]
 
-        def draw(numbered: Iterator[tuple[int, list[Span]]]) -> None:
-            for number, block in numbered:
-                generators: dict[torch.device, torch.Generator] = {}
-                for tensor, start, stop in block:
-                    device = flat[tensor].device
-                    if device not in generators:
-                        generators[device] = self._generator(stream, step, device, number, len(generators))
-                    flat[tensor][start:stop].normal_(generator=generators[device])
+        def write(span: Span, noise: Tensor) -> None:
+            flat[span.tensor][span.start : span.stop].copy_(noise)
 
-        share(list(enumerate(blocks(map(len, flat), BLOCK))), draw)
+        self._draw(stream, step, flat, write)
         return iter(values)
 
-    def release(self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> Iterator[Tensor]:
-        usable(stddevs)
-        for value, noise, stddev in zip(values, self.normals(stream, step, values), stddevs, strict=True):
-            out = noise if released_dtype(value) == noise.dtype else None
-            yield torch.add(value.detach(), noise, alpha=stddev, out=out)
+    def release(
+        self,
+        stream: str,
+        step: int,
+        values: Sequence[Tensor],
+        stddevs: Sequence[float],
+        into: Sequence[Tensor] | None = None,
+    ) -> Iterator[Tensor]:
+        outs = released_into(values, into)
+        flat = [out.view(-1) for out in outs]
+        sums = [value.detach().reshape(-1) for value, _ in zip(values, usable(stddevs), strict=True)]
+
+        def write(span: Span, noise: Tensor) -> None:
+            part = slice(span.start, span.stop)
+            torch.add(sums[span.tensor][part], noise, alpha=stddevs[span.tensor], out=flat[span.tensor][part])
+
+        self._draw(stream, step, flat, write)
+        return iter(outs)
+
+    def _draw(self, stream: str, step: int, flat: Sequence[Tensor], write: Callable[[Span, Tensor], None]) -> None:
+        """Hand normals, piece by piece, to `write`, from several threads at once. They are overwritten afterwards."""
+        stream_number(stream)
+
+        def draw(numbered: Iterator[tuple[int, list[Span]]]) -> None:
+            scratch: dict[torch.device, Tensor] = {}
+            for number, block in numbered:
+                generators: dict[torch.device, torch.Generator] = {}
+                for span in block:
+                    device = flat[span.tensor].device
+                    if device not in generators:
+                        generators[device] = self._generator(stream, step, device, number, len(generators))
+                        scratch.setdefault(device, torch.empty(PIECE, device=device))
+                    for piece in pieces_of(span):
+                        noise = scratch[device][: piece.stop - piece.start]
+                        write(piece, noise.normal_(generator=generators[device]))
+
+        share(list(enumerate(blocks(map(len, flat), BLOCK))), draw)
 
     def uniform(self, stream: str, step: int, size: int) -> Tensor:
         return torch.rand(size, generator=self._generator(stream, step, torch.device("cpu")), dtype=torch.float64)
@@ -68,6 +96,16 @@ class TorchNoise:
         if device.type == "cpu":
             return generator.set_state(mersenne_state(place))
         return generator.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8]))
+
+
+def pieces_of(span: Span) -> Iterator[Span]:
+    """The span in pieces.
+
+    >>> [piece.stop - piece.start for piece in pieces_of(Span(0, 5, 5 + PIECE + 3))]
+    [16384, 3]
+    """
+    for start in range(span.start, span.stop, PIECE):
+        yield span._replace(start=start, stop=min(start + PIECE, span.stop))
 
 
 def mersenne_state(place: str) -> Tensor:

@@ -66,10 +66,11 @@ class OuterProducts:
         return (*self.acts.shape[1:], self.grads.shape[2])
 
     def ways(self) -> Mapping[str, Cost]:
-        return product_ways(*self.acts.shape, self.grads.shape[2], self.acts.element_size())
+        b, t, i = self.acts.shape
+        return product_ways(b, t, i, self.grads.shape[2], self.acts.element_size())
 
     def form(self, way: str) -> Piece:
-        return {"ghost": lambda: self, "written": lambda: Instantiated(self.per_record())}[way]()
+        return self if way == "ghost" else Instantiated(self.per_record())
 
     def _ghost(self) -> Tensor:
         """Norms from two Gram matrices, T×T. Where the positions of a record nearly cancel, rounding could make the

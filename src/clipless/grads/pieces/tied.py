@@ -65,4 +65,4 @@ class Tied:
         return ways | {"ghost": replace(cross, calls=ghost.calls + 16)}
 
     def form(self, way: str) -> Piece:
-        return {"ghost": lambda: self, "written": lambda: Instantiated(self.per_record())}[way]()
+        return self if way == "ghost" else Instantiated(self.per_record())

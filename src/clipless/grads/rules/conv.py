@@ -8,7 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipless.grads.pieces import Cost, Instantiated, OuterProducts, Piece, Rearranged, kept, product_ways, scaled, sq_norm
+from clipless.grads.pieces import (
+    Cost,
+    Instantiated,
+    OuterProducts,
+    Piece,
+    Rearranged,
+    kept,
+    product_ways,
+    scaled,
+    sq_norm,
+)
 from clipless.grads.rules.use import Use, at_least_float32, register
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
