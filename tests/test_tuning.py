@@ -4,9 +4,9 @@ import json
 import math
 import os
 import random
-import signal
+import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from clipless import tuning
 from clipless.accounting import Ledger
 from clipless.accounting.chain import read_ledger
-from clipless.accounting.selection import METHODS, PapernotSteinke, SelectionEvent
+from clipless.accounting.selection import METHODS, PapernotSteinke, SelectionEvent, single_run
 from clipless.clipping import CLIPPINGS
 from clipless.data.dataset import Data, make_data
 from clipless.errors import CliplessError, InvalidArgument, InvalidType, Misuse
@@ -272,8 +272,8 @@ def test_a_broken_executor_of_the_callers_is_told_apart() -> None:
 
 def test_any_executor_will_do() -> None:
     search = planned("papernot-steinke")
-    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
-        elsewhere = tune(search, Borrowed(executor), seed=3)
+    with ThreadPoolExecutor(3) as executor:
+        elsewhere = tune(search, Borrowed(executor, width=3), seed=3)
     assert elsewhere.result.accuracies == tune(search, seed=3).result.accuracies
 
 
@@ -411,11 +411,23 @@ def test_without_delta_it_follows_from_the_records() -> None:
     assert search.event() == SelectionEvent.of(search.price.method, search.runs)
 
 
-def test_an_interrupt_ends_the_workers() -> None:
-    """Closing a pool ends its processes, also those in the middle of something."""
-    pool = Processes(1)
-    pid = pool.submit(os.getpid).result()
-    pool.submit(signal.pause)
-    pool.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+PAGE = (Path(__file__).parents[1] / "docs" / "tuning.md").read_text(encoding="utf-8")
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    exec(compile(code, "docs/tuning.md", "exec"), {})
+    assert "needs the least noise for the same total" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("candidates", [2, 10, 100])
+def test_the_table_of_the_page_is_true(candidates: int) -> None:
+    (row,) = re.findall(rf"^\| {candidates} \|(.*)\|$", PAGE, flags=re.MULTILINE)
+    computed = [single_run(name, 3.0, 1e-5, candidates, 0.05, 800).noise_multiplier for name in METHODS]
+    assert [float(cell) for cell in row.split("|")] == pytest.approx(computed, rel=0.01)
+
+
+def test_the_grid_of_the_page_is_a_grid(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
+    (tmp_path / "grid.toml").write_text(text)
+    assert len(tuning.read_grid(tmp_path / "grid.toml").candidates(SHARED)) == 6
