@@ -31,11 +31,12 @@ class Call:
         self.leaves[:] = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return tensors
 
-    def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any]:
+    def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any, Any]:
+        """The module's arguments, by position and by name, and what a takeover kept."""
         values = iter(tensors)
         leaves = [next(values) if leaf is _TENSOR else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return args, kwargs
+        args, kwargs, kept = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs, kept
 
 
 _TENSOR = object()

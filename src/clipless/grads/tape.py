@@ -28,6 +28,7 @@ from clipless.grads.frames import (
     refuse_foreign_rows,
     refuse_packed,
     shared_input,
+    turn_off,
 )
 from clipless.grads.layout import (
     Dims,
@@ -46,6 +47,7 @@ from clipless.grads.refusals import BufferGuard, refuse_module
 from clipless.grads.rules import LayerRule, Use, generic, rule_of
 from clipless.grads.rules.generic import differentiable
 from clipless.grads.shared import Crossing, Operations, Shared, refuse_mixing, root
+from clipless.grads.takeover import take_over
 from clipless.grads.tap import Call, Hook, Tap, refuse_stray
 from clipless.grads.ways import Ways
 
@@ -198,11 +200,9 @@ class Tape:
             frame.dims = self._placed(frame.place, shapes_of((args, kwargs)), records, any)
             if self.rules[frame.place.name] is generic:
                 frame.random_state = random_state(frame.module)
-        for name in own.values():
-            parameter = self.parameters[name]
-            if parameter.requires_grad:
-                parameter.requires_grad_(False)
-                frame.turned_off.append(parameter)
+        turn_off(frame, (self.parameters[name] for name in own.values()))
+        if records and frame.turned_off and self.rules[frame.place.name] is not generic:
+            frame.takeover = take_over(frame.module)
 
     def _share(self, frame: Frame) -> None:
         """Replace the parameters that the module uses itself by shared tensors while it runs."""
@@ -300,7 +300,7 @@ class Tape:
         if part is not None:
             for name in wanted.values():
                 part.uses[name] = part.uses.get(name, 0) + 1
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs, frame.takeover and frame.takeover.kept))
         name = self._names[frame.module]
         return Call(self._receive, part, frame.module, name, wanted, frame.dims, frame.out_dims, leaves, spec)
 
@@ -309,8 +309,8 @@ class Tape:
         part = self._current(call)
         if part.records == 0:
             return
-        args, kwargs = call.rebuild(tensors)
-        use = Use(call.module, args, kwargs, call.dims, call.out_dims, tuple(call.wanted), part.records)
+        args, kwargs, kept = call.rebuild(tensors)
+        use = Use(call.module, args, kwargs, call.dims, call.out_dims, tuple(call.wanted), part.records, kept)
         grads = tuple(grad.movedim(dim or 0, 0) for grad, dim in zip(grads, call.out_dims, strict=True))
         self._paused = True
         try:
