@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import clipless
 from clipless import checkpoint
 from clipless.accounting.chain import read_ledger
 from clipless.errors import BudgetSpent, DamagedFile, InvalidArgument, LedgerInUse, Misuse, ReplayDiffers
@@ -437,4 +436,3 @@ def test_a_fingerprint_sees_order_shape_and_type() -> None:
     assert len({fingerprint([t]) for t in same}) == 1
     assert len({fingerprint([t]) for t in [x, *other]}) == 1 + len(other)
     assert fingerprint([x, -x]) != fingerprint([-x, x])
-    assert clipless.fingerprint.WIDTH == 1024

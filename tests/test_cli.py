@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 
 import clipless
 from clipless.cli import app, main
+from clipless.data import load
+from clipless.keeping import Saving
+from clipless.training import Settings, train
 
 QUICK = ["train", "--model", "linear", "--epochs", "2", "--batch-size", "256"]
 RUN = ["--dataset-size", "60000", "--batch-size", "600", "--epochs", "10", "--delta", "1e-5"]
@@ -354,3 +357,25 @@ def test_resume_begins_a_run_where_there_is_none_and_secure_noise_takes_no_seed(
     assert json.loads(in_process(*options))["plan"]["noise"] == "secure"
     with pytest.raises(clipless.errors.InvalidArgument, match="takes no seed"):
         CliRunner().invoke(app, [*QUICK, "--noise", "secure", "--seed", "1"], catch_exceptions=False)
+
+
+def test_resume_takes_the_arguments_the_run_was_begun_with(tmp_path: Path) -> None:
+    settings = Settings(model="linear", epochs=2, batch_size=256, accountant="rdp", lr=0.05, seed=4)
+    asked = iter([False, False, False, True])
+    with pytest.raises(clipless.errors.Interrupted):
+        train(load("digits"), settings, saving=Saving(tmp_path, data="digits"), stop=lambda: next(asked))
+    for option in (["--lr", "0.3"], ["--epsilon", "2"], ["--batch-size", "128"]):
+        with pytest.raises(clipless.errors.InvalidArgument, match="other arguments"):
+            CliRunner().invoke(app, ["train", "--resume", "--out", str(tmp_path), *option], catch_exceptions=False)
+    with pytest.raises(clipless.errors.InvalidArgument, match="--resume"):
+        CliRunner().invoke(app, ["train", "--out", str(tmp_path)], catch_exceptions=False)
+    report = json.loads(in_process("report", str(tmp_path), "--json"))
+    assert (report["state"], report["spent"]["steps"], list(report["not_private"])) == (
+        "unfinished",
+        3,
+        ["checkpoint.pt"],
+    )
+    in_process("train", "--resume", "--out", str(tmp_path), "--lr", "0.05", "--json")
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert Settings(**record["arguments"]) == settings
+    assert record["metrics"]["steps"] == 12

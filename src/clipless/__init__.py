@@ -2,13 +2,18 @@
 
 from clipless import oracle
 from clipless.accounting import Ledger, Spent, epsilon, noise_multiplier
+from clipless.accounting.chain import read_ledger
 from clipless.clipping import Clipping, abadi, auto_s, auto_v, dc_e, dc_p, decay, global_, quantile
 from clipless.errors import (
     BudgetSpent,
     CliplessError,
+    DamagedFile,
     InvalidArgument,
     InvalidType,
+    LedgerInUse,
     Misuse,
+    ReplayDiffers,
+    TornLedger,
     Unsound,
     UnsupportedModule,
 )
@@ -26,14 +31,18 @@ __all__ = [
     "CliplessError",
     "ClippedSum",
     "Clipping",
+    "DamagedFile",
     "InvalidArgument",
     "InvalidType",
     "Ledger",
+    "LedgerInUse",
     "Misuse",
     "PrivacyPlan",
     "Private",
     "Replaced",
+    "ReplayDiffers",
     "Spent",
+    "TornLedger",
     "Unsound",
     "UnsupportedModule",
     "abadi",
@@ -50,5 +59,6 @@ __all__ = [
     "noise_multiplier",
     "oracle",
     "quantile",
+    "read_ledger",
     "replace_batchnorm",
 ]

@@ -108,6 +108,8 @@ class Keeper:
         private.load_checkpoint(folder.checkpoint, reseed=self._saving.reseed)
         self._kept = Kept(**extra["kept"])
         self._about = extra["about"]
+        if self._saving.reseed:
+            self._save()  # or the new seed would be lost with the next interruption
 
     def _save(self) -> None:
         if self._saving and self._private:

@@ -5,7 +5,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from clipless.accounting.events import StepEvent
+
+SMALLEST_ROOT = 2.0**-12
 
 
 class Release(NamedTuple):
@@ -24,18 +28,33 @@ def releases(events: Sequence[tuple[StepEvent, int]]) -> tuple[Release, ...]:
     """
     counts: Counter[tuple[float, float]] = Counter()
     for event, count in events:
-        counts[event.sample_rate, event.noise_multiplier] += count
+        z = event.noise_multiplier if event.statistic_multipliers else event.gradient_multiplier
+        counts[event.sample_rate, z] += count
     return tuple(Release(q, z, n) for (q, z), n in sorted(counts.items()) if z != math.inf and n > 0)
 
 
 def coarser(releases: tuple[Release, ...], limit: int) -> tuple[Release, ...]:
-    """At most `limit` different noise multipliers, each rounded down to a power of some root of 2: an upper bound."""
-    root = 1024
-    merged = releases
-    while len({release.noise_multiplier for release in merged}) > limit:
-        counts: Counter[tuple[float, float]] = Counter()
-        for q, z, n in releases:
-            counts[q, min(z, 2.0 ** (math.floor(math.log2(z) * root) / root))] += n
-        merged = tuple(Release(q, z, n) for (q, z), n in sorted(counts.items()))
-        root //= 2
-    return merged
+    """At most `limit` different releases, each as costly as the costliest of those it stands for: an upper bound.
+
+    Noise multipliers that lie between the same powers of some root of 2 are taken together, and rates likewise if there
+    are many of them. The root is halved until they are few enough; each grid is part of the one before, so a longer
+    history is never merged into a cheaper one.
+    """
+    if len(releases) <= limit:
+        return releases
+    rates, multipliers, steps = (np.array(column) for column in zip(*releases, strict=True))
+    distinct_rates, which_rate = np.unique(rates, return_inverse=True)
+    many_rates = len(distinct_rates) > limit // 4
+    root = 1024.0
+    while True:
+        down = np.floor(np.log2(multipliers) * root).astype(np.int64)
+        up = np.ceil(np.log2(rates) * root).astype(np.int64) if many_rates else which_rate
+        keys, where = np.unique((down - down.min()) * (np.ptp(up) + 1) + (up - up.min()), return_inverse=True)
+        if len(keys) <= limit or root < SMALLEST_ROOT:
+            break
+        root /= 2
+    counts, highest, least = np.zeros(len(keys), dtype=np.int64), np.zeros(len(keys)), np.full(len(keys), math.inf)
+    np.add.at(counts, where, steps)
+    np.maximum.at(highest, where, rates)
+    np.minimum.at(least, where, multipliers)
+    return tuple(sorted(map(Release, highest.tolist(), least.tolist(), counts.tolist())))

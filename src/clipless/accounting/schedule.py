@@ -26,12 +26,11 @@ def scheduled_epsilon(multiplier: float, sample_rate: float, stairs: Stairs, del
 
 def scheduled_multiplier(epsilon: float, delta: float, sample_rate: float, stairs: Stairs, accountant: str) -> float:
     """The smallest multiplier of a first step, relative 1, with which the whole schedule spends at most ε at δ."""
-    steps = sum(count for _, count in stairs)
-    constant = noise_multiplier(epsilon, delta, sample_rate, steps, accountant)
     if all(relative == 1 for relative, _ in stairs):
-        return constant
+        return noise_multiplier(epsilon, delta, sample_rate, sum(count for _, count in stairs), accountant)
 
     def spent(z: float) -> float:
         return scheduled_epsilon(z, sample_rate, stairs, delta, accountant)
 
-    return search(spent, checks.target_epsilon(epsilon), start=constant)
+    start = 1.0 if accountant == "gdp" else scheduled_multiplier(epsilon, delta, sample_rate, stairs, "gdp")
+    return search(spent, checks.target_epsilon(epsilon), start)

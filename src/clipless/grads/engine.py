@@ -64,12 +64,15 @@ class Engine:
             clip.hold(name, self._tuner.settled(piece, parameter))
         else:
             way, chunks = self._tuner.in_chunks(piece, parameter)
-            norms = torch.cat([self._clipped(group, name, piece.rows(some), some, way) for some in chunks])
-            self._close(group, norms)
+            if len(chunks) == 1:
+                clip.hold(name, piece.form(way) if way else piece)
+                self._close(group, self._norms(clip.squares))
+            else:
+                norms = [self._clipped(group, name, piece.rows(some).form(way), some) for some in chunks]
+                self._close(group, torch.cat(norms))
 
-    def _clipped(self, group: int, name: str, piece: Piece, some: slice, way: str | None) -> Tensor:
+    def _clipped(self, group: int, name: str, piece: Piece, some: slice) -> Tensor:
         """Clip and add these records of the last piece of a group. Returns the norms of the records."""
-        piece = piece if way is None else piece.form(way)
         norms = self._norms(self._clips[group].squares[some] + piece.sq_norms)
         self._add({name: piece}, norms, group)
         return norms

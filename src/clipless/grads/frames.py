@@ -1,5 +1,6 @@
 """What the tape writes down while modules run, and how it puts everything back."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
 from clipless.grads.layout import Dims, Place, Shapes, packed_in, shapes_of, written
 from clipless.grads.pieces import Piece
+from clipless.grads.takeover import Takeover
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Frame:
     armed: bool
     turned_off: list[nn.Parameter] = field(default_factory=list)
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
+    takeover: Takeover | None = None
     dims: Dims = ()
     out_dims: Dims = ()
     random_state: list[Any] = field(default_factory=list)
@@ -51,7 +54,16 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return own
 
 
+def turn_off(frame: Frame, parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.requires_grad_(False)
+            frame.turned_off.append(parameter)
+
+
 def put_back(frame: Frame) -> None:
+    if frame.takeover is not None:
+        frame.takeover.end()
     for parameter in frame.turned_off:
         parameter.requires_grad_(True)
     for holder, local, parameter in frame.swapped:

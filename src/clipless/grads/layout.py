@@ -146,6 +146,9 @@ def shapes_of(values: Any, floating: bool = False) -> Shapes:
     The data of a packed sequence counts as having a row for each of its sequences, and its sizes as having none: the
     rules of recurrent layers, which alone are given it, put the records of the one in order by the other.
     """
+    known = plain_tensors(values)
+    if known is not None:
+        return tuple(tensor.shape for tensor in known if tensor.is_floating_point() or not floating)
     shapes = []
     for value in pytree.tree_leaves(values, is_leaf=_is_packed):
         tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
@@ -155,6 +158,16 @@ def shapes_of(values: Any, floating: bool = False) -> Shapes:
         pairs = zip(tensors, seen, strict=True)
         shapes += [shape for tensor, shape in pairs if tensor.is_floating_point() or not floating]
     return tuple(shapes)
+
+
+def plain_tensors(values: Any) -> tuple[Tensor, ...] | None:
+    """The tensors of what most modules return, a tensor, or are given, (tensors, no keywords); None for other things."""
+    if isinstance(values, Tensor):
+        return (values,)
+    if type(values) is tuple and len(values) == 2 and type(values[0]) is tuple and values[1] == {}:
+        args: tuple[Any, ...] = values[0]
+        return args if all(isinstance(arg, Tensor) for arg in args) else None
+    return None
 
 
 def packed_in(values: Any) -> bool:

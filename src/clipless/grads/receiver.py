@@ -38,8 +38,8 @@ class Receiver:
         part = self._current(call)
         if part.records == 0:
             return
-        args, kwargs = call.rebuild(tensors)
-        use = Use(call.module, args, kwargs, call.dims, call.out_dims, tuple(call.wanted), part.records)
+        args, kwargs, kept = call.rebuild(tensors)
+        use = Use(call.module, args, kwargs, call.dims, call.out_dims, tuple(call.wanted), part.records, kept)
         grads = tuple(grad.movedim(dim or 0, 0) for grad, dim in zip(grads, call.out_dims, strict=True))
         self.busy = True
         try:

@@ -1,6 +1,6 @@
 """What cannot be bounded per record and is refused by name: modules that mix records or learn from them in secret."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -85,13 +85,14 @@ def refuse_module(module: nn.Module, name: str) -> None:
             raise UnsupportedModule(f"{type(module).__name__} {name!r} {refusal.why}. {refusal.remedy}.")
 
 
-def watched_buffers(model: nn.Module) -> dict[str, Tensor]:
+def watched_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tensor]:
     """All buffers but those of spectral norm, whose power iteration looks at the weights and never at a record."""
     return {
         f"{path}.{name}" if path else name: buffer
-        for path, module in model.named_modules()
-        if not isinstance(module, _SpectralNorm)
-        for name, buffer in module.named_buffers(recurse=False)
+        for path, module in modules
+        if module._buffers and not isinstance(module, _SpectralNorm)
+        for name, buffer in module._buffers.items()
+        if buffer is not None
     }
 
 
@@ -100,19 +101,20 @@ class BufferGuard:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._modules = list(model.named_modules())
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._values: dict[str, Tensor] = {}
         self._clean = False
 
     def remember(self) -> None:
         """Note the buffers as they are. Until one forward pass was clean their values are kept, to be put back."""
-        self._before = {name: (buffer, buffer._version) for name, buffer in watched_buffers(self._model).items()}
+        self._before = {name: (buffer, buffer._version) for name, buffer in watched_buffers(self._modules).items()}
         if not self._clean:
-            self._values = {name: buffer.detach().clone() for name, buffer in watched_buffers(self._model).items()}
+            self._values = {name: buffer.detach().clone() for name, buffer in watched_buffers(self._modules).items()}
 
     def refuse_changes(self) -> None:
         """Raise if a buffer was written to or replaced since `remember`."""
-        now = watched_buffers(self._model)
+        now = watched_buffers(self._modules)
         for name, (buffer, version) in self._before.items():
             if now.get(name) is not buffer or buffer._version != version:
                 self._put_back()

@@ -44,7 +44,8 @@ class Takeover:
     def __init__(self, layer: nn.RNNBase) -> None:
         self.kept: Kept | None = None
         self._weights: list[Any] = layer._flat_weights
-        self._last: Tensor = self._weights[-1]
+        last: Tensor = self._weights[-1]
+        self._last = last.takeover.last if isinstance(last, Bait) else last
         self._weights[-1] = Bait.on(self)
 
     @property
@@ -62,6 +63,11 @@ class Takeover:
         if not call.fits():
             return kernel(*args)
         return Recurrence.apply(self, call, call.data, *call.state)  # type: ignore[no-untyped-call]
+
+
+def take_over(module: nn.Module) -> Takeover | None:
+    """None if the module is none of those that are taken over."""
+    return Takeover(module) if isinstance(module, nn.RNNBase) else None
 
 
 class Bait(Tensor):

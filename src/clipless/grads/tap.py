@@ -24,21 +24,31 @@ class Call:
     dims: Dims
     out_dims: Dims
     leaves: list[Any]
-    spec: pytree.TreeSpec
+    spec: pytree.TreeSpec | None
 
     def take_tensors(self) -> list[Tensor]:
         tensors = [leaf.detach() for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.leaves[:] = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return tensors
 
-    def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any]:
+    def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[Any, Any, Any]:
+        """The module's arguments, by position and by name, and what a takeover kept."""
+        if self.spec is None:
+            return tensors, {}, None
         values = iter(tensors)
         leaves = [next(values) if leaf is _TENSOR else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return args, kwargs
+        args, kwargs, kept = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs, kept
 
 
 _TENSOR = object()
+
+
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any], kept: Any) -> tuple[list[Any], pytree.TreeSpec | None]:
+    """What a module was called with and what a takeover kept, as leaves. Without a spec it was called with tensors."""
+    if kept is None and not kwargs and all(isinstance(arg, Tensor) for arg in args):
+        return list(args), None
+    return pytree.tree_flatten((args, kwargs, kept))
 
 
 class Tap(torch.autograd.Function):

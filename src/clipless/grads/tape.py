@@ -26,6 +26,7 @@ from clipless.grads.frames import (
     refuse_foreign_rows,
     refuse_packed,
     shared_input,
+    turn_off,
 )
 from clipless.grads.layout import (
     Dims,
@@ -45,7 +46,8 @@ from clipless.grads.refusals import BufferGuard, refuse_module
 from clipless.grads.rules import generic, rule_of
 from clipless.grads.rules.generic import differentiable
 from clipless.grads.shared import Crossing, Operations, Shared, refuse_mixing, root
-from clipless.grads.tap import Call, Hook, Tap, refuse_stray
+from clipless.grads.takeover import take_over
+from clipless.grads.tap import Call, Hook, Tap, flattened, refuse_stray
 from clipless.grads.ways import Ways
 
 
@@ -200,11 +202,9 @@ class Tape:
             frame.dims = self._placed(frame.place, shapes_of((args, kwargs)), records, any)
             if self.rules[frame.place.name] is generic:
                 frame.random_state = random_state(frame.module)
-        for name in own.values():
-            parameter = self.parameters[name]
-            if parameter.requires_grad:
-                parameter.requires_grad_(False)
-                frame.turned_off.append(parameter)
+        turn_off(frame, (self.parameters[name] for name in own.values()))
+        if records and frame.turned_off and self.rules[frame.place.name] is not generic:
+            frame.takeover = take_over(frame.module)
 
     def _share(self, frame: Frame) -> None:
         """Replace the parameters that the module uses itself by shared tensors while it runs."""
@@ -272,15 +272,17 @@ class Tape:
         return output
 
     def _tap(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        outputs = differentiable(output)
         if self.rules[frame.place.name] is generic:
             refuse_packed(frame.place.name, (args, kwargs, output))
         if self.part is not None and self.part.records > 0:
             place = frame.place._replace(side="output")
             frame.out_dims = self._placed(place, shapes_of(output, floating=True), self.part.records, all)
+        call = self._call(frame, args, kwargs)
+        if isinstance(output, Tensor) and output.is_floating_point():
+            return Tap.apply(self._anchor, call, output)[0]  # type: ignore[no-untyped-call]
         leaves, spec = pytree.tree_flatten(output)
         places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        tapped = Tap.apply(self._anchor, self._call(frame, args, kwargs), *outputs)  # type: ignore[no-untyped-call]
+        tapped = Tap.apply(self._anchor, call, *differentiable(output))  # type: ignore[no-untyped-call]
         for k, value in zip(places, tapped, strict=True):
             leaves[k] = value
         return pytree.tree_unflatten(leaves, spec)
@@ -295,7 +297,7 @@ class Tape:
         own, turned_off = self._own[frame.module], set(map(id, frame.turned_off))
         wanted = {local: name for local, name in own.items() if id(self.parameters[name]) in turned_off}
         self._count(wanted.values())
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flattened(args, kwargs, frame.takeover.kept if frame.takeover else None)
         name, receive = self._names[frame.module], self.receiver.call
         return Call(receive, self.part, frame.module, name, wanted, frame.dims, frame.out_dims, leaves, spec)
 

@@ -76,11 +76,11 @@ class Tuner:
         self._held += ways[way].held - least
         return piece.form(way)
 
-    def in_chunks(self, piece: Piece, parameter: Tensor) -> tuple[str | None, list[slice]]:
+    def in_chunks(self, piece: Piece, parameter: Tensor) -> tuple[str, list[slice]]:
         """For a piece whose factors can be had at once: the fastest way, and the records to take it for together."""
         records, ways = len(piece), piece.ways()
         if not ways or not records:
-            return None, [slice(0, records)]
+            return "", [slice(0, records)]
         way = self._fastest(piece, ways, parameter)
         size = max(1, int(CHUNK_BYTES // (ways[way].held / records)))
         if way == min(ways, key=lambda name: ways[name].held):

@@ -158,10 +158,10 @@ def _registered(model: nn.Module) -> dict[str, str]:
 def _changed_buffers(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[str, ...]:
     """Names of buffers that a forward pass in the model's present mode changes, tried on a copy."""
     subject = copy.deepcopy(model)
-    before = {name: buffer.clone() for name, buffer in watched_buffers(subject).items()}
+    before = {name: buffer.clone() for name, buffer in watched_buffers(subject.named_modules()).items()}
     with torch.no_grad():
         loss_fn(subject, batch)
-    now = watched_buffers(subject)
+    now = watched_buffers(subject.named_modules())
     return tuple(name for name, value in before.items() if not (name in now and torch.equal(now[name], value)))
 
 

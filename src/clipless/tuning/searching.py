@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from clipless.tuning.pools import InProcess, Pool
 from clipless.tuning.worker import Outcome, Task, run
 
-ATTEMPTS = 3
+ATTEMPTS = 2
 
 
 def outcomes(tasks: Sequence[Task], pool: Pool, on_steps: Callable[[int], None]) -> Iterator[Outcome]:
@@ -33,12 +33,14 @@ class _Flight:
         self._deaths: Counter[int] = Counter()
         self._flying: dict[Future[Outcome], Task] = {}
         self._pool, self._on_steps = pool, on_steps
-        self._alone = False
+        self._alone = self._broken = False
 
     def land(self) -> Iterator[Outcome]:
         while self._waiting or self._suspects or self._flying:
-            if not self._flying and self._suspects:
+            if not self._flying and self._broken:
                 self._pool.renew()
+                self._broken = False
+            if not self._flying and self._suspects:
                 self._alone = True
                 self._start(self._suspects.popleft())
             while self._waiting and not self._suspects and not self._alone and len(self._flying) < self._pool.width:
@@ -54,15 +56,17 @@ class _Flight:
                 future = self._pool.submit(run, task)
         except self._pool.lost:  # it broke before this task had begun
             self._suspects.append(task)
+            self._broken = True
             return
         self._flying[future] = task
 
     def _landed(self, future: "Future[Outcome]") -> Iterator[Outcome]:
         task = self._flying.pop(future)
-        alone, self._alone = self._alone, False
+        alone, self._alone = self._alone or self._pool.width == 1, False
         try:
             outcome = future.result()
         except self._pool.lost:
+            self._broken = True
             self._deaths[task.place] += alone
             if self._deaths[task.place] < ATTEMPTS:
                 self._suspects.append(task)

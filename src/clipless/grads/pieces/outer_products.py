@@ -50,6 +50,8 @@ class OuterProducts:
             acts = scaled(acts, factors)
         else:
             grads = scaled(grads, factors)
+        if grads.stride(0) < grads.stride(1):  # positions first in memory: no copy if they are taken in that order
+            acts, grads = acts.transpose(0, 1), grads.transpose(0, 1)
         torch.addmm(total, grads.flatten(0, 1).mT, acts.flatten(0, 1), beta=beta, out=total)
 
     def per_record(self) -> Tensor:

@@ -39,6 +39,8 @@ def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
 
 def differentiable(output: Any) -> list[Tensor]:
     """The floating-point tensors in a module's output, in a fixed order, whatever it is made of."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 

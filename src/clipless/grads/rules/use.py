@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
-from clipless.grads.layout import Dims
+from clipless.grads.layout import Dims, plain_tensors
 from clipless.grads.pieces import Piece
 
 
@@ -35,14 +36,20 @@ class Use:
     @property
     def inputs(self) -> list[Tensor]:
         """All tensors of the input, records first, in at least float32 if they are floating-point."""
-        tensors = [leaf for leaf in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
+        arguments = (self.args, dict(self.kwargs))
+        known = plain_tensors(arguments)
+        tensors = known or [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, self.dims, strict=True)]
         return [at_least_float32(t) if t.is_floating_point() else t for t in moved]
 
     @property
     def input(self) -> Tensor:
         """The first of them."""
-        return self.inputs[0]
+        return self._inputs[0]
+
+    @cached_property
+    def _inputs(self) -> list[Tensor]:
+        return self.inputs
 
     @property
     def arguments(self) -> dict[str, Any]:
