@@ -1,0 +1,181 @@
+"""What a private step costs over a plain one, in operations, calls and bytes: counted, never timed."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
+
+import clipless
+from clipless.bench.problems import PROBLEMS, Problem
+from clipless.grads import Tuner
+from clipless.preflight.measuring import held_bytes
+
+WEIGHT_GRADIENT = torch.ops.aten.convolution_backward.default
+FLAT, PER_LAYER = clipless.auto_s(), clipless.auto_s(groups="per-layer")
+
+
+def convolution_backward_flops(
+    grad: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any,
+    output_padding: Any, groups: int, mask: list[bool], out_shape: Any = None, **_: Any,
+) -> int:  # fmt: skip
+    """Two operations for every product in the gradient of the input and in that of the weight; torch's own count takes a
+    grouped convolution for a full one."""
+    each = 2 * math.prod(grad) * math.prod(weight[1:])
+    return each * (mask[0] + mask[1])
+
+
+def steps(problem: Problem, clipping: clipless.Clipping | None, tuner: Tuner | None = None) -> Iterator[Any]:
+    """A training step at every call of `next`; yields the private run, None if it is plain training."""
+    model, x, y = problem.make()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    private, batches = None, iter(lambda: (x, y), None)
+    if clipping is not None:
+        private = clipless.make_private(
+            model, optimizer, TensorDataset(x, y), noise_multiplier=1.0, delta=1e-3, batch_size=problem.batch, steps=99,
+            clipping=clipping, seed=1, tuner=tuner or "model",
+        )  # fmt: skip
+        batches = iter(private.loader)  # type: ignore[assignment]
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        problem.loss(model(inputs), targets).backward()
+        optimizer.step()
+        yield private
+
+
+def flops(problem: Problem, clipping: clipless.Clipping | None) -> int:
+    one = steps(problem, clipping)
+    next(one)
+    with FlopCounterMode(display=False, custom_mapping={WEIGHT_GRADIENT.overloadpacket: convolution_backward_flops}) as count:
+        next(one)
+    return count.get_total_flops()
+
+
+# Operations over plain training: what the norms cost. One layer at a time nothing is computed twice but by the ghost way,
+# which is only taken where its Gram matrices are small.
+BOUNDS = {
+    "mlp": (1.0, 1.0),
+    "cnn": (1.01, 1.01),
+    "resnet18": (1.1, 1.1),
+    "encoder": (1.16, 1.01),
+    "decoder": (1.01, 1.01),
+    "lora": (1.01, 1.01),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_few_operations_more_than_plain_training(name: str) -> None:
+    plain = flops(PROBLEMS[name], None)
+    for clipping, bound in zip((FLAT, PER_LAYER), BOUNDS[name], strict=True):
+        assert flops(PROBLEMS[name], clipping) <= bound * plain
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations that are called, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def matrix_products(layers: int, clipping: clipless.Clipping | None) -> int:
+    problem = PROBLEMS["mlp"]
+    deep = Problem("deep", "deep", 8, lambda: _deep(layers), problem.inputs, 10)
+    one = steps(deep, clipping)
+    next(one)
+    with Calls() as calls:
+        next(one)
+    return sum(name in {"mm", "addmm", "bmm", "baddbmm"} for name in calls.names)
+
+
+def _deep(layers: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 32), *(nn.Linear(32, 32) for _ in range(layers)), nn.Linear(32, 10))
+
+
+@pytest.mark.parametrize("clipping", [FLAT, PER_LAYER], ids=["flat", "per-layer"])
+def test_one_weight_gradient_for_each_layer(clipping: clipless.Clipping) -> None:
+    """A linear layer on vectors takes as many matrix products as in plain training, however deep the model is."""
+    assert matrix_products(2, clipping) == matrix_products(2, None)
+    assert matrix_products(9, clipping) == matrix_products(9, None)
+
+
+def test_a_frozen_model_costs_no_weight_gradients() -> None:
+    """Low-rank additions to a frozen encoder: no product as large as a weight of the encoder is computed for norms."""
+    plain, private = flops(PROBLEMS["lora"], None), flops(PROBLEMS["lora"], FLAT)
+    full = flops(PROBLEMS["encoder"], None)
+    assert private - plain < 0.01 * (full - plain)
+
+
+class HeldBuffers:
+    """The bytes of pieces and of what is kept for them when the backward pass is over, and the most in between."""
+
+    def __init__(self, private: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine, take = private._engine, private._engine._take
+        self.most = 0
+
+        def watched(*args: Any) -> None:
+            take(*args)
+            self.most = max(self.most, held_bytes([[*clip.held.values()] for clip in engine._clips]))
+
+        monkeypatch.setattr(engine.tape.receiver, "_on_parameter", watched)
+
+
+@pytest.mark.parametrize(("cap", "clipping"), [(0, FLAT), (2**20, FLAT), (2**24, FLAT), (0, PER_LAYER)])
+def test_buffers_stay_under_the_cap(cap: int, clipping: clipless.Clipping, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over what the thriftiest ways hold: the inputs and gradients that backward itself has had in its hands."""
+    problem = PROBLEMS["decoder"]
+    one = steps(problem, clipping, Tuner(memory_cap=cap))
+    held = HeldBuffers(next(one), monkeypatch)
+    next(one)
+    thrifty = HeldBuffers(next(least := steps(problem, FLAT, Tuner(memory_cap=0))), monkeypatch)
+    next(least)
+    assert 0 < held.most <= thrifty.most + cap
+
+
+def test_one_layer_at_a_time_holds_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat, layered = (
+        HeldBuffers(next(one), monkeypatch) for one in [steps(PROBLEMS["encoder"], c) for c in (FLAT, PER_LAYER)]
+    )
+    for clipping in (FLAT, PER_LAYER):
+        one = steps(PROBLEMS["encoder"], clipping)
+        watched = HeldBuffers(next(one), monkeypatch)
+        next(one)
+        if clipping is FLAT:
+            flat = watched
+        else:
+            layered = watched
+    assert layered.most < 0.05 * flat.most
+
+
+def test_gradients_and_sums_live_in_the_same_memory_at_every_step() -> None:
+    one = steps(PROBLEMS["cnn"], FLAT)
+    places = []
+    for _ in range(4):
+        private = next(one)
+        parameters = private._engine.tape.parameters.values()
+        places.append([(p.grad.data_ptr(), private._engine._buffers[n].data_ptr()) for n, p in zip(
+            private._engine.tape.parameters, parameters, strict=True)])  # fmt: skip
+    assert all(grad != total for pairs in places for grad, total in pairs)
+    assert places[1] == places[2] == places[3]
+
+
+@pytest.mark.parametrize("hold", [lambda grad: grad, lambda grad: grad[0], Tensor.detach, Tensor.numpy])
+def test_a_gradient_that_somebody_holds_never_changes(hold: Callable[[Tensor], Any]) -> None:
+    one = steps(PROBLEMS["cnn"], FLAT)
+    private = next(one)
+    weight = next(iter(private._engine.tape.parameters.values()))
+    held = hold(weight.grad)
+    before = torch.as_tensor(held).clone()
+    next(one)
+    next(one)
+    assert torch.equal(torch.as_tensor(held), before)
+    assert not torch.equal(torch.as_tensor(hold(weight.grad)), before)
