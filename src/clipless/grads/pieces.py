@@ -67,10 +67,13 @@ class Instantiated:
 
 
 class OuterProducts:
-    """g_b = Σ_t grads[b,t]ᵀ acts[b,t], as for the weight of a linear layer, never written out where T is short."""
+    """g_b = Σ_t grads[b,t]ᵀ acts[b,t], as for the weight of a linear layer, never written out where T is short.
 
-    def __init__(self, acts: Tensor, grads: Tensor) -> None:
-        self.acts, self.grads = acts, grads  # [b,t,i] [b,t,o]
+    A `twin` has the very same grads: what is computed of them alone is computed once.
+    """
+
+    def __init__(self, acts: Tensor, grads: Tensor, twin: "OuterProducts | None" = None) -> None:
+        self.acts, self.grads, self._twin = acts, grads, twin  # [b,t,i] [b,t,o]
 
     @cached_property
     def sq_norms(self) -> Tensor:
@@ -84,7 +87,14 @@ class OuterProducts:
     def weighted_sum(self, factors: Tensor) -> Tensor:
         if "_written_out" in self.__dict__:
             return Instantiated(self._written_out).weighted_sum(factors)
-        return scaled(self.grads, factors).flatten(0, 1).mT @ self.acts.flatten(0, 1)
+        acts, grads = self.acts, self.grads
+        if acts.shape[2] < grads.shape[2]:
+            acts = scaled(acts, factors)
+        else:
+            grads = scaled(grads, factors)
+        if grads.stride(0) < grads.stride(1):  # positions first in memory: no copy if they are taken in that order
+            acts, grads = acts.transpose(0, 1), grads.transpose(0, 1)
+        return grads.flatten(0, 1).mT @ acts.flatten(0, 1)
 
     def per_record(self) -> Tensor:
         return self._written_out
@@ -96,11 +106,15 @@ class OuterProducts:
     def _written_out(self) -> Tensor:
         return self.grads.mT @ self.acts  # [b,o,i]
 
+    @cached_property
+    def _gram_of_grads(self) -> Tensor:
+        return self.grads @ self.grads.mT if self._twin is None else self._twin._gram_of_grads
+
     def _ghost(self) -> Tensor:
         """Norms from two Gram matrices, T×T. Where the positions of a record nearly cancel, rounding could make the
         norm too small and so the record's share too large: those norms are computed from the gradient itself, and every
         norm is raised by the rounding error that the weighted sum can have."""
-        gram_a, gram_g = self.acts @ self.acts.mT, self.grads @ self.grads.mT
+        gram_a, gram_g = self.acts @ self.acts.mT, self._gram_of_grads
         sq_norms = torch.linalg.vecdot(gram_a.flatten(1), gram_g.flatten(1))
         lengths = (gram_a.diagonal(dim1=1, dim2=2) * gram_g.diagonal(dim1=1, dim2=2)).clamp(min=0).sqrt().sum(1)
         unsure = ~(sq_norms * CANCELLATION >= lengths.square())
