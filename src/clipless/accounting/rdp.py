@@ -1,11 +1,7 @@
 """Rényi accounting, with orders chosen for the problem at hand."""
 
-import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
-import numpy as np
+from collections.abc import Sequence
 
 from clipless.accounting.conversion import renyi_epsilon
 from clipless.accounting.moments import divergence
@@ -50,19 +46,3 @@ def _scaled(order: float, ratio: float) -> float:
     """An order nearby; a whole number where the series for fractions grow long."""
     scaled = 1 + (order - 1) * ratio
     return scaled if scaled < SMALL_ORDERS[-1] else float(round(scaled))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold back what dp-accounting's own accountant says about orders it leaves out."""
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "failed to converge" not in str(record.msg)
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(keep)
-    try:
-        with np.errstate(all="ignore"):
-            yield
-    finally:
-        logger.removeFilter(keep)

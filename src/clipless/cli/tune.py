@@ -24,7 +24,7 @@ _DEFAULTS = Settings()
 
 def tune(
     grid: Annotated[
-        Path | None, typer.Option(help="TOML file: a table [grid] of lists to try, and [settings] that all share.")
+        Path | None, typer.Option(help="TOML file with a table `grid` of lists to try, and `settings` that all share.")
     ] = None,
     tries: Annotated[
         list[str] | None,

@@ -7,8 +7,8 @@ The records are sorted by length, longest first, if they differ in it: `sizes` s
 keeps its state beyond its end and adds nothing there; in the reverse direction it starts from its end.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,21 +46,26 @@ class Trace(NamedTuple):
         end = 0 if self.backwards else -1
         return (self.hidden[end],) if self.cells is None else (self.hidden[end], self.cells[end])
 
-    def order(self) -> Iterator[int]:
-        positions = range(len(self.x))
-        return reversed(positions) if self.backwards else iter(positions)
+    @property
+    def order(self) -> Sequence[int]:
+        """The positions as this direction goes through them."""
+        return range(len(self.x))[:: -1 if self.backwards else 1]
 
-    def at(self, t: int, n: int) -> Moment:
-        """The first n records at position t."""
-        past, future = (t + 1, t) if self.backwards else (t, t + 1)
-        return Moment(
-            gates=self.gates[t, :n],
-            extra=None if self.extra is None else self.extra[t, :n],
-            h=self.hidden[past, :n],
-            c=None if self.cells is None else self.cells[past, :n],
-            new_h=self.hidden[future, :n] if self.unprojected is None else self.unprojected[t, :n],
-            new_c=None if self.cells is None else self.cells[future, :n],
+    def moments(self, sizes: list[int]) -> list[Moment]:
+        """All positions, each with the records that have it."""
+        past, future = self.before.unbind(0), self.outputs.unbind(0)
+        nothing = [None] * len(past)
+        cells = None if self.cells is None else self.cells.unbind(0)
+        old, new = (nothing, nothing) if cells is None else (cells[:-1], cells[1:])
+        columns = (
+            self.gates.unbind(0),
+            nothing if self.extra is None else self.extra.unbind(0),
+            past,
+            new if self.backwards else old,
+            future if self.unprojected is None else self.unprojected.unbind(0),
+            old if self.backwards else new,
         )
+        return [Moment(*(_first(n, part) for part in parts)) for n, *parts in zip(sizes, *columns, strict=True)]
 
 
 class Slope(NamedTuple):
@@ -69,7 +74,7 @@ class Slope(NamedTuple):
     gates: Tensor  # [t,b,g]
     hidden_gates: Tensor  # [t,b,g]
     projected: Tensor | None  # [t,b,h]
-    state: State  # [b,h], for an LSTM's c [b,o]
+    state: State  # [b,h], for an LSTM's c [b,o]; not finished unless asked for
 
 
 class Passage(NamedTuple):
@@ -85,7 +90,7 @@ class Return(NamedTuple):
 
     slopes: list[Slope]
     x: Tensor | None  # [t,b,i]
-    state: list[Tensor]  # [l,b,h], for an LSTM's c [l,b,o]
+    state: list[Tensor]  # [l,b,h], for an LSTM's c [l,b,o]; empty unless asked for
 
 
 def forward(cell: Cell, layers: Sequence[Sequence[Weights]], x: Tensor, state: State, sizes: list[int]) -> Passage:
@@ -102,22 +107,31 @@ def forward(cell: Cell, layers: Sequence[Sequence[Weights]], x: Tensor, state: S
 
 
 def back(
-    cell: Cell, traces: Sequence[Trace], grad: Tensor | None, final: State, sizes: list[int], *, to_input: bool
+    cell: Cell,
+    traces: Sequence[Trace],
+    grad: Tensor | None,
+    final: State,
+    sizes: list[int],
+    *,
+    to_input: bool = False,
+    to_state: bool = False,
 ) -> Return:
-    """From the gradients of the output [t,b,h] and of the final states [l,b,h] to those of everything before."""
+    """From the gradients of the output [t,b,h] and of the final states [l,b,h] to those of the gates, and of the input and
+    the initial states if these are asked for."""
     ways = 1 + traces[-1].backwards
     slopes: list[Slope] = []
     for number in reversed(range(0, len(traces), ways)):
         pair = traces[number : number + ways]
         shares = [None] * ways if grad is None else grad.chunk(ways, 2)
         ends = [tuple(part[number + way] for part in final) for way in range(ways)]
-        found = [_back(cell, *which, sizes) for which in zip(pair, shares, ends, strict=True)]
+        found = [_back(cell, *which, sizes, to_state) for which in zip(pair, shares, ends, strict=True)]
         slopes[:0] = found
         grad = None
         if number or to_input:
             of_x = [slope.gates @ trace.weights.ih for slope, trace in zip(found, pair, strict=True)]
             grad = of_x[0] if ways == 1 else of_x[0].add_(of_x[1])
-    return Return(slopes, grad, [torch.stack(states) for states in zip(*(s.state for s in slopes), strict=True)])
+    states = zip(*(slope.state for slope in slopes), strict=True) if to_state else ()
+    return Return(slopes, grad, [torch.stack(parts) for parts in states])
 
 
 def _forward(cell: Cell, weights: Weights, x: Tensor, start: State, sizes: list[int], backwards: bool) -> Trace:
@@ -138,9 +152,10 @@ def _forward(cell: Cell, weights: Weights, x: Tensor, start: State, sizes: list[
     states = [trace.hidden] if trace.cells is None else [trace.hidden, trace.cells]
     for buffer, value in zip(states, start, strict=True):
         buffer[-1 if backwards else 0] = value
-    for position in trace.order():
+    moments = trace.moments(sizes)
+    for position in trace.order:
         n, past, future = sizes[position], position + backwards, position + (not backwards)
-        moment = trace.at(position, n)
+        moment = moments[position]
         cell.step(weights, moment)
         if weights.hr is not None:
             torch.mm(moment.new_h, weights.hr.t(), out=trace.hidden[future, :n])
@@ -150,24 +165,28 @@ def _forward(cell: Cell, weights: Weights, x: Tensor, start: State, sizes: list[
     return trace if cell.extra else trace._replace(gates=gates.new_empty(t, 0))
 
 
-def _back(cell: Cell, trace: Trace, grad: Tensor | None, final: State, sizes: list[int]) -> Slope:
+def _back(cell: Cell, trace: Trace, grad: Tensor | None, final: State, sizes: list[int], to_state: bool) -> Slope:
     (t, b, _), weights = trace.x.shape, trace.weights
     empty = trace.x.new_empty if min(sizes) == b else trace.x.new_zeros
     gates = empty(t, b, len(weights.hh))
     hidden_gates = empty(t, b, len(weights.hh)) if cell.own_share else gates
     projected = None if weights.hr is None else empty(t, b, weights.hh.shape[1])
     state = tuple(part.clone() for part in final)
-    for position in reversed(list(trace.order())):
+    moments, rows = trace.moments(sizes), list(zip(gates.unbind(0), hidden_gates.unbind(0), strict=True))
+    for position in reversed(trace.order):
         n = sizes[position]
-        moment, h = trace.at(position, n), state[0][:n]
+        of_gates, of_hidden_gates, h, *c = (_first(n, part) for part in (*rows[position], *state))
         if grad is not None:
             h += grad[position, :n]
         if projected is not None:
             projected[position, :n] = h
         shown = h if weights.hr is None else h @ weights.hr
-        slopes = Slopes(
-            gates[position, :n], hidden_gates[position, :n], shown, state[1][:n] if cell.cell_state else None
-        )
-        cell.back(moment, slopes)
-        h.addmm_(slopes.hidden_gates, weights.hh, beta=int(cell.carries))
+        cell.back(moments[position], Slopes(of_gates, of_hidden_gates, shown, c[0] if c else None))
+        if to_state or position != trace.order[0]:
+            h.addmm_(of_hidden_gates, weights.hh, beta=int(cell.carries))
     return Slope(gates, hidden_gates, projected, state)
+
+
+def _first(n: int, part: Any) -> Any:
+    """The first n records, with no slice taken if these are all: it would cost a tenth of a small computation."""
+    return part if part is None or len(part) == n else part[:n]

@@ -157,15 +157,16 @@ def tune(
     then, it is counted. Only the chosen run is kept. With `source`, the name or path of the data set, workers load it
     themselves. `seed` repeats a search, for tests: whoever knows it can subtract the noise. `on_progress` is told the
     share of all steps that is done; it says how many runs were drawn, so show it to nobody who is shown the result.
+    The pool is closed at the end, an executor of the caller's (`Borrowed`) is not.
     """
-    _refuse_seed(search, seed)
+    workplace = InProcess() if pool is None else pool
     folder = None if out is None else RunFolder(out)
     ledger = Ledger()
     ledger.record(search.event())
-    place = None if folder is None else _recorded(folder, search, ledger)
-    workplace = InProcess() if pool is None else pool
     try:
-        tasks = _drawn(search, seed, source if source is not None else search.data)
+        _refuse_seed(search, seed)
+        place = None if folder is None else _recorded(folder, search, ledger)
+        tasks = _drawn(search, seed, search.data if source is None else source)
         if not tasks:
             raise NothingToRelease("the number of runs that was drawn is 0: nothing is released, and it is counted.")
         winner, scores = _searched(search, tasks, workplace, on_progress or (lambda _: None))

@@ -1,8 +1,10 @@
 """Repeat and select (Papernot and Steinke, 2022), by dp-accounting's event, in Rényi DP."""
 
+import logging
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,11 +12,13 @@ import dp_accounting
 import numpy as np
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
+from numpy.typing import NDArray
 
 from clipless.accounting import checks
 from clipless.accounting.accountants import NO_NOISE, accountant_named
 from clipless.accounting.events import sampled_gaussian
-from clipless.accounting.rdp import ROUNDING, SMALL_ORDERS, _quiet
+from clipless.accounting.moments import divergence
+from clipless.accounting.rdp import ROUNDING, SMALL_ORDERS
 from clipless.accounting.release import Release, coarser
 from clipless.accounting.selection.liu_talwar import LiuTalwar
 from clipless.accounting.selection.method import Run, distinct, fields_of, guarantee, share
@@ -99,7 +103,7 @@ class PapernotSteinke:
 
     def _dominating(self, kind: tuple[Release, ...], kinds: list[tuple[Release, ...]], delta: float) -> float:
         """By this run, charged what it lacks to be the worst at all orders up to some order: the best such order."""
-        near = _near(self._best(kind, delta)[1], FINER[0])
+        near = _near(self._best(kind, delta)[1])
         curves = np.array([divergences(kind, near), *(divergences(other, near) for other in kinds)])
         known = np.isfinite(curves).all(axis=0)
         orders = [order for order, usable in zip(near, known, strict=True) if usable]
@@ -110,7 +114,10 @@ class PapernotSteinke:
     def _at(
         self, kind: tuple[Release, ...], orders: Sequence[float], delta: float, surcharge: float = 0.0
     ) -> tuple[float, float]:
-        accountant = RdpAccountant(orders)
+        converging = np.isfinite(divergences(kind, orders))
+        if not converging.any():
+            return math.inf, orders[0]
+        accountant = RdpAccountant(np.compress(converging, orders))
         accountant.compose(RepeatAndSelectDpEvent(_event(kind, surcharge), self.mean, self.shape))
         epsilon, order = accountant.get_epsilon_and_optimal_order(delta)
         return (math.inf if math.isnan(epsilon) else float(epsilon)), float(order)
@@ -131,19 +138,18 @@ class PapernotSteinke:
         return cls(whole("candidates", candidates), checks.real("mean", mean), checks.real("shape", shape))
 
 
-def _near(order: float, ratio: float) -> list[float]:
-    """Orders of the coarse list around this one, and finer ones up to `ratio` below and above it."""
-    low, high = WINDOW[0] * order, WINDOW[1] * order
+def _near(order: float, ratio: float = 1.0) -> list[float]:
+    """This order, those of the coarse list around it, and finer ones up to `ratio` below and above it."""
+    low, high = (1 + (order - 1) * factor for factor in WINDOW)
     finer = (1 + (order - 1) * ratio ** (k / 4) for k in range(-4, 5))
     exact = {near if near < SMALL_ORDERS[-1] else float(round(near)) for near in finer if near > SMALL_ORDERS[0]}
     return sorted(exact | {order} | {near for near in ORDERS if low <= near <= high})
 
 
-def divergences(kind: tuple[Release, ...], orders: Sequence[float]) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    """The Rényi divergence of one run at each order."""
-    accountant = RdpAccountant(orders)
-    accountant.compose(_event(kind, 0.0))
-    return np.asarray(accountant.rdp, dtype=np.float64)
+def divergences(kind: tuple[Release, ...], orders: Sequence[float]) -> NDArray[np.float64]:
+    """The Rényi divergence of one run at each order; infinite where its series does not converge."""
+    totals = [sum(n * (divergence(q, z, order) + ROUNDING) for q, z, n in kind) for order in orders]
+    return np.nan_to_num(np.array(totals, dtype=np.float64), nan=math.inf)
 
 
 def _event(kind: tuple[Release, ...], surcharge: float) -> dp_accounting.DpEvent:
@@ -152,3 +158,19 @@ def _event(kind: tuple[Release, ...], surcharge: float) -> dp_accounting.DpEvent
         [dp_accounting.SelfComposedDpEvent(sampled_gaussian(r.sample_rate, r.noise_multiplier), r.steps) for r in kind]
         + [dp_accounting.ZCDpEvent(rho=0.0, xi=ROUNDING * steps + surcharge)]
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what dp-accounting's own accountant says about orders it leaves out."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "failed to converge" not in str(record.msg)
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(keep)
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        logger.removeFilter(keep)

@@ -30,10 +30,13 @@ def product_ways(b: int, t: int, i: int, o: int, size: int) -> Mapping[str, Cost
 
 
 class OuterProducts:
-    """g_b = Σ_t grads[b,t]ᵀ acts[b,t]: norms from Gram matrices, or everything written out."""
+    """g_b = Σ_t grads[b,t]ᵀ acts[b,t]: norms from Gram matrices, or everything written out.
 
-    def __init__(self, acts: Tensor, grads: Tensor) -> None:
-        self.acts, self.grads = acts, grads  # [b,t,i] [b,t,o]
+    A `twin` has the very same grads: what is computed of them alone is computed once.
+    """
+
+    def __init__(self, acts: Tensor, grads: Tensor, twin: "OuterProducts | None" = None) -> None:
+        self.acts, self.grads, self._twin = acts, grads, twin  # [b,t,i] [b,t,o]
 
     def __len__(self) -> int:
         return len(self.acts)
@@ -74,11 +77,15 @@ class OuterProducts:
     def form(self, way: str) -> Piece:
         return self if way == "ghost" else Instantiated(self.per_record())
 
+    @cached_property
+    def _gram_of_grads(self) -> Tensor:
+        return self.grads @ self.grads.mT if self._twin is None else self._twin._gram_of_grads
+
     def _ghost(self) -> Tensor:
         """Norms from two Gram matrices, T×T. Where the positions of a record nearly cancel, rounding could make the
         norm too small and so the record's share too large: those norms are computed from the gradient itself, and every
         norm is raised by the rounding error that the weighted sum can have."""
-        gram_a, gram_g = self.acts @ self.acts.mT, self.grads @ self.grads.mT
+        gram_a, gram_g = self.acts @ self.acts.mT, self._gram_of_grads
         sq_norms = torch.linalg.vecdot(gram_a.flatten(1), gram_g.flatten(1))
         lengths = (gram_a.diagonal(dim1=1, dim2=2) * gram_g.diagonal(dim1=1, dim2=2)).clamp(min=0).sqrt().sum(1)
         unsure = ~(sq_norms * CANCELLATION >= lengths.square())

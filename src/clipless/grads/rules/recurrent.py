@@ -36,10 +36,11 @@ def recurrent(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     dtype = kept.traces[0].x.dtype
     grad = sequences.timed(_as_given(sequences, grads[0].to(dtype)))  # [t,b,h]
     final = _sorted(tuple(grad.to(dtype).transpose(0, 1) for grad in grads[1:]), order)  # [l,b,h]
-    to_input, *_ = wanted = kept.ahead.wanted
-    found = back(cell_of(module), kept.traces, grad, final, sequences.sizes(grad), to_input=to_input)
-    of_inputs = [None if found.x is None else sequences.given(found.x), *found.state]
-    kept.ahead.grads = tuple(grad if wants else None for grad, wants in zip(of_inputs, wanted, strict=True))
+    to_input, *to_states = kept.ahead.wanted
+    how = {"to_input": to_input, "to_state": any(to_states)}
+    found = back(cell_of(module), kept.traces, grad, final, sequences.sizes(grad), **how)
+    of_x = None if found.x is None else sequences.given(found.x)
+    kept.ahead.grads = (of_x, *found.state) if found.state else (of_x, *[None] * len(to_states))
     pieces: dict[str, Piece] = {}
     directions = ("", "_reverse") if module.bidirectional else ("",)
     suffixes = [f"_l{layer}{direction}" for layer in range(module.num_layers) for direction in directions]
@@ -62,7 +63,7 @@ def recurrent_cell(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     flat = [getattr(module, name).detach().to(x.dtype) for name in ("weight_ih", "weight_hh", *biases)]
     cell, layers = cell_of(module), layers_of(flat, module.bias, depth=1, two_way=False)
     traces = forward(cell, layers, x, _stacked(state, x), [x.shape[1]]).traces
-    found = back(cell, traces, None, _stacked(grads, x), [x.shape[1]], to_input=False)
+    found = back(cell, traces, None, _stacked(grads, x), [x.shape[1]])
     return _pieces(use, "", traces[0], found.slopes[0])
 
 
@@ -90,9 +91,10 @@ def _pieces(use: Use, suffix: str, trace: Trace, slope: Slope, order: Tensor | N
     shared = slope.hidden_gates is slope.gates
     hidden_gates = gates if shared else records_first(slope.hidden_gates)
     if "weight_ih" in wanted:
-        pieces["weight_ih"] = OuterProducts(records_first(trace.x), gates)
+        pieces["weight_ih"] = of_input = OuterProducts(records_first(trace.x), gates)
     if "weight_hh" in wanted:
-        pieces["weight_hh"] = OuterProducts(records_first(trace.before), hidden_gates)
+        twin = of_input if shared and "weight_ih" in wanted else None
+        pieces["weight_hh"] = OuterProducts(records_first(trace.before), hidden_gates, twin)
     if "weight_hr" in wanted and trace.unprojected is not None and slope.projected is not None:
         pieces["weight_hr"] = OuterProducts(records_first(trace.unprojected), records_first(slope.projected))
     if "bias_ih" in wanted:
