@@ -173,11 +173,11 @@ class Sequences(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
-def _images(*shape: int) -> Callable[[int, torch.Generator], Tensor]:
+def images_of(*shape: int) -> Callable[[int, torch.Generator], Tensor]:
     return lambda size, generator: torch.randn(size, *shape, generator=generator)
 
 
-def _words(length: int, words: int) -> Callable[[int, torch.Generator], Tensor]:
+def words_of(length: int, words: int) -> Callable[[int, torch.Generator], Tensor]:
     return lambda size, generator: torch.randint(words, (size, length), generator=generator)
 
 
@@ -186,22 +186,22 @@ def _by_name(*problems: Problem) -> dict[str, Problem]:
 
 
 PROBLEMS = _by_name(
-    Problem("mlp", "MLP 784-1024-1024-10", 512, mlp, _images(784), 10),
-    Problem("cnn", "CNN, 4 layers, tanh, 28x28", 512, lambda: cnn((1, 28, 28), 10), _images(1, 28, 28), 10),
-    Problem("resnet18", "ResNet18-GN, 32x32", 32, resnet18, _images(3, 32, 32), 10),
-    Problem("encoder", "encoder, 6 layers, d=384, T=128, V=30,522", 16, encoder, _words(128, 30_522), 2),
-    Problem("lstm", "LSTM, 2x128, T=16", 256, Sequences, _images(16, 64), 10),
-    Problem("decoder", "decoder, 6 layers, d=256, T=128, V=8,000, tied", 8, decoder, _words(128, 8_000), 0, True),
-    Problem("lora", "encoder with LoRA on query and value", 16, lora_encoder, _words(128, 30_522), 2),
+    Problem("mlp", "MLP 784-1024-1024-10", 512, mlp, images_of(784), 10),
+    Problem("cnn", "CNN, 4 layers, tanh, 28x28", 512, lambda: cnn((1, 28, 28), 10), images_of(1, 28, 28), 10),
+    Problem("resnet18", "ResNet18-GN, 32x32", 32, resnet18, images_of(3, 32, 32), 10),
+    Problem("encoder", "encoder, 6 layers, d=384, T=128, V=30,522", 16, encoder, words_of(128, 30_522), 2),
+    Problem("lstm", "LSTM, 2x128, T=16", 256, Sequences, images_of(16, 64), 10),
+    Problem("decoder", "decoder, 6 layers, d=256, T=128, V=8,000, tied", 8, decoder, words_of(128, 8_000), 0, True),
+    Problem("lora", "encoder with LoRA on query and value", 16, lora_encoder, words_of(128, 30_522), 2),
 )
 
 # The same kinds of models, so small that a run over all of them takes seconds: to try the benchmark, not to quote.
 TINY_PROBLEMS = _by_name(
-    Problem("mlp", "MLP 784-32-32-10", 16, lambda: mlp(32), _images(784), 10),
-    Problem("cnn", "CNN, 4 layers, tanh, 8x8", 16, lambda: cnn((1, 8, 8), 10), _images(1, 8, 8), 10),
-    Problem("resnet18", "ResNet18-GN, width 4, 16x16", 4, lambda: resnet18(4), _images(3, 16, 16), 10),
-    Problem("encoder", "encoder, 1 layer, d=24, T=8, V=50", 4, lambda: encoder(24, 1, 8, 50), _words(8, 50), 2),
-    Problem("lstm", "LSTM, 2x8, T=4", 8, lambda: Sequences(6, 8), _images(4, 6), 10),
-    Problem("decoder", "decoder, 1 layer, d=16, T=8, V=50", 4, lambda: decoder(16, 1, 8, 50), _words(8, 50), 0, True),
-    Problem("lora", "encoder with LoRA, 1 layer, d=24", 4, lambda: lora_encoder(24, 1, 8, 50), _words(8, 50), 2),
+    Problem("mlp", "MLP 784-32-32-10", 16, lambda: mlp(32), images_of(784), 10),
+    Problem("cnn", "CNN, 4 layers, tanh, 8x8", 16, lambda: cnn((1, 8, 8), 10), images_of(1, 8, 8), 10),
+    Problem("resnet18", "ResNet18-GN, width 4, 16x16", 4, lambda: resnet18(4), images_of(3, 16, 16), 10),
+    Problem("encoder", "encoder, 1 layer, d=24, T=8, V=50", 4, lambda: encoder(24, 1, 8, 50), words_of(8, 50), 2),
+    Problem("lstm", "LSTM, 2x8, T=4", 8, lambda: Sequences(6, 8), images_of(4, 6), 10),
+    Problem("decoder", "decoder, 1 layer, d=16, T=8, V=50", 4, lambda: decoder(16, 1, 8, 50), words_of(8, 50), 0, True),
+    Problem("lora", "encoder with LoRA, 1 layer, d=24", 4, lambda: lora_encoder(24, 1, 8, 50), words_of(8, 50), 2),
 )
