@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,43 +31,46 @@ class Total(NamedTuple):
     infinity: float
 
 
-def rounded(parts: Sequence[Part]) -> float:
-    """How much is rounded while the parts are composed, in units of the last digit of 1; measured, with 3 in reserve."""
+def misplaced(parts: Sequence[Part], *, extended: bool) -> float:
+    """How much mass rounding can misplace while the parts are composed; measured, with a factor of 3 in reserve."""
     likely = (float(part.masses.max()) for part in parts)
     total = sum(part.repeats * min(1.0, 2 * (1 - most)) for part, most in zip(parts, likely, strict=True))
-    return 4 * (total + 100 * min(1.0, total))
+    last_digit = float(np.finfo(np.longdouble if extended else np.float64).eps)
+    return 4 * last_digit * (total + 100 * min(1.0, total))
 
 
-def composed(parts: Sequence[Part], tail: float) -> Total:
+def composed(parts: Sequence[Part], tail: float, *, extended: bool = False) -> Total:
     """The sum of all parts, as far as it lies in a window that it leaves with a chance of `tail` at most.
 
     What lies outside folds back into the window and counts as infinite as well, so masses are never too small. dp-
     accounting does this for one part at a time; together they take one window and one transform back.
 
     A loss that is nearly always the same has a transform near 1. Its power is taken by log1p and expm1 of the small
-    rest, so that only the rest is rounded. Raises OverflowError where the window has more than `MAX_WINDOW` points.
+    rest, so that only the rest is rounded; if `extended`, in numpy's longest floats. Raises OverflowError where the
+    window has more than `MAX_WINDOW` points.
     """
     centres = [part.low + int(np.argmax(part.masses)) for part in parts]
     low, high = _window(parts, centres, tail)
     if high - low > MAX_WINDOW:
         raise OverflowError(f"a window of {high - low} points")
     size = fft.next_fast_len(max(high - low + 1, 2), real=True)
-    exponent = np.zeros(size // 2 + 1, dtype=np.complex128)
+    real = np.longdouble if extended else np.float64
+    exponent = np.zeros(size // 2 + 1, dtype=np.result_type(real, np.complex64))
     for part, centre in zip(parts, centres, strict=True):
         most = part.masses[centre - part.low]
-        rest = np.zeros(size)
+        rest = np.zeros(size, dtype=real)
         np.add.at(rest, (np.arange(part.low, part.low + len(part.masses)) - centre) % size, part.masses)
         rest[0] = (most - 1) + (rest[0] - most)
         exponent += part.repeats * _log1p(fft.rfft(rest))
     around = fft.irfft(np.expm1(exponent), size)
     around[0] += 1
-    masses = np.roll(around, -low)[: high - low + 1]
+    masses = np.roll(around, -low)[: high - low + 1].astype(np.float64)
     finite = sum(part.repeats * math.log1p(-part.infinity) for part in parts)
     shift = sum(part.repeats * centre for part, centre in zip(parts, centres, strict=True))
     return Total(low + shift, masses, tail - math.expm1(finite))
 
 
-def _log1p(z: NDArray[np.complex128]) -> NDArray[np.complex128]:
+def _log1p(z: NDArray[Any]) -> NDArray[Any]:
     """log(1 + z), exact to the last digits of z where z is small; numpy's own loses them in the real part."""
     x, y = z.real, z.imag
     near = (np.abs(x) < 0.5) & (np.abs(y) < 0.5)

@@ -9,7 +9,7 @@ import numpy as np
 from dp_accounting.pld import pld_pmf
 
 from clipless.accounting import losses
-from clipless.accounting.composition import Part, composed, rounded
+from clipless.accounting.composition import Part, composed, misplaced
 from clipless.accounting.gaussian import gaussian_epsilon
 from clipless.accounting.rdp import rdp_epsilon
 from clipless.accounting.release import Release
@@ -19,7 +19,8 @@ POINTS_PER_STDDEV = 16
 MAX_POINTS_COMPOSED = 100_000  # per standard deviation
 # The share of delta given up to tails that are cut, for a short grid.
 TAIL_SHARE = 1e-3
-LAST_DIGIT = 2.0**-52
+# So many different releases are composed in numpy's longest floats where it helps.
+FEW = 4
 # Second differences of rounded deltas leave about 0.35 * 2**-53 / interval too much mass on each point.
 DIFFERENCE_ROUNDING = 4e-17
 MASS_EXCESS = 0.05
@@ -53,10 +54,11 @@ def _direction(releases: tuple[Release, ...], delta: float, *, removing: bool, p
     try:
         with np.errstate(all="ignore"):
             parts = [_part(r, low, high, interval, removing) for r, (low, high) in zip(releases, ranges, strict=True)]
-            noise = rounded(parts) * LAST_DIGIT
-            if noise > delta / 4:
+            extended = len(parts) <= FEW and misplaced(parts, extended=False) > delta / 20
+            noise = misplaced(parts, extended=extended)
+            if noise > delta / 2:
                 return math.inf, False
-            total = composed(parts, TAIL_SHARE * delta)
+            total = composed(parts, TAIL_SHARE * delta, extended=extended)
             mass = float(total.masses.sum()) + total.infinity
             if not 1 - MASS_LOSS <= mass <= 2:
                 return math.inf, False
