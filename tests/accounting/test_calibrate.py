@@ -3,8 +3,11 @@ import subprocess
 import sys
 
 import pytest
+import sweep
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from clipless.accounting import ACCOUNTANTS, epsilon, noise_multiplier
+from clipless.accounting import ACCOUNTANTS, epsilon, noise_multiplier, scheduled_epsilon, scheduled_multiplier
 from clipless.accounting.calibrate import LEAST_MULTIPLIER
 from clipless.errors import InvalidArgument, InvalidType
 
@@ -50,6 +53,54 @@ def test_rdp_does_not_jump_to_zero():
     noises = [noise_multiplier(target, 0.01, 1e-6, 1, "rdp") for target in (0.01, 0.1, 1.0, 10.0)]
     assert noises == sorted(noises, reverse=True)
     assert len(set(noises)) == 4
+
+
+def kept(rows):
+    return [(found, problem) for _, found, problem in rows if found not in ("", "floor")]
+
+
+@pytest.mark.parametrize("name", list(ACCOUNTANTS))
+def test_some_of_the_sweep(name):
+    """`make sweep` tries all, and measures seconds and megabytes."""
+    rows = sweep.constant(name, every=17)
+    assert len(rows) > 50
+    assert not kept(rows)
+    assert any(found == "floor" for _, found, _ in rows) == (name == "pld")
+
+
+@pytest.mark.parametrize("name", list(ACCOUNTANTS))
+def test_some_plans_of_every_policy(name):
+    """What the steps write into the ledger, the statistic's cost inside, spends the target and not more."""
+    rows = sweep.planned(name, every=11)
+    assert len(rows) == 5 * len(sweep.policies())
+    assert not kept(rows)
+
+
+def logarithmic(low, high):
+    return st.floats(math.log(low), math.log(high)).map(math.exp)
+
+
+@pytest.mark.parametrize("name", list(ACCOUNTANTS))
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(logarithmic(0.01, 200), logarithmic(1e-12, 1e-2), logarithmic(1e-6, 1), logarithmic(1, 1e6).map(round))
+def test_anywhere_calibration_is_safe_and_close(name, target, delta, rate, steps):
+    z = noise_multiplier(target, delta, rate, steps, name)
+    spent = epsilon(z, rate, steps, delta, name)
+    sampled = sweep.chance_of_being_sampled(rate, steps)
+    assert sweep.verdict(target, spent, z, LEAST_MULTIPLIER, sampled, delta) in ("", "floor")
+    if sampled < 0.99 * delta:
+        assert (z == LEAST_MULTIPLIER) == (name == "pld")
+
+
+stairs = st.lists(st.tuples(logarithmic(0.1, 1), st.integers(1, 3000)), min_size=2, max_size=6)
+
+
+@pytest.mark.parametrize("name", list(ACCOUNTANTS))
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(logarithmic(0.01, 200), logarithmic(1e-10, 1e-5), logarithmic(1e-4, 1), stairs)
+def test_noise_that_varies_by_any_schedule_is_calibrated(name, target, delta, rate, schedule):
+    z = scheduled_multiplier(target, delta, rate, schedule, name)
+    assert 0.99 * target <= scheduled_epsilon(z, rate, schedule, delta, name) <= target
 
 
 def test_a_delta_above_the_chance_of_being_sampled_needs_next_to_no_noise():

@@ -20,9 +20,9 @@ SAME = 1 + 1e-4
 def noise_multiplier(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "pld") -> float:
     """The smallest noise multiplier with which `steps` steps spend at most (epsilon, delta).
 
-    Promise: `clipless.epsilon` of the result is never above `epsilon`, and above 99 % of it unless the accountant
-    jumps there. The result is at least `LEAST_MULTIPLIER`; that is the answer where even so little noise keeps the
-    promise, as when delta exceeds the chance that a record is ever sampled: then choose a smaller delta.
+    Promise: `clipless.epsilon` of the result is never above `epsilon`, and at least 99 % of it. The one exception: where
+    delta exceeds the chance that a record is ever sampled, "pld" finds that any noise will do and answers with
+    `LEAST_MULTIPLIER`. Then choose a smaller delta.
 
     >>> z = noise_multiplier(epsilon=3.0, delta=1e-5, sample_rate=0.01, steps=1000)
     >>> 2.97 < epsilon_of(z, sample_rate=0.01, steps=1000, delta=1e-5) <= 3.0

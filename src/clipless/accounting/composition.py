@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy import fft
 
 # Chernoff bounds are tried at these many tilts in each direction.
-TILTS = 24
+TILTS = 12
 STEEPEST = 600.0
 MAX_WINDOW = 2**22
 
