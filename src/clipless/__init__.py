@@ -17,7 +17,7 @@ from clipless.errors import (
     Unsound,
     UnsupportedModule,
 )
-from clipless.grads import ClippedSum, clipped_sum
+from clipless.grads import ClippedSum, Tuner, clipped_sum
 from clipless.plan import PrivacyPlan
 from clipless.preflight import CheckReport, check
 from clipless.private import Private, make_private
@@ -43,6 +43,7 @@ __all__ = [
     "ReplayDiffers",
     "Spent",
     "TornLedger",
+    "Tuner",
     "Unsound",
     "UnsupportedModule",
     "abadi",
