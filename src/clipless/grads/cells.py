@@ -39,15 +39,14 @@ class Slopes(NamedTuple):
     """Gradients at one position. `h` and `c` come with those of the states after it; `c` is left with that of the state
     before, `h` with the part of it that does not come through the gates, if the cell has one."""
 
-    gates: Tensor  # [b,g], to be written
-    hidden_gates: Tensor  # [b,g], to be written, the same buffer as `gates` where the cell adds the two shares
+    hidden_gates: Tensor  # [b,g], to be written if the cell does not add the two shares of its gates
     h: Tensor  # [b,o]
     c: Tensor | None  # [b,o]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """`step` turns the input's share of the gates into the new state, `back` their gradients into those of the gates.
+    """`step` turns the input's share of the gates into the new state, `back` the gates into their gradients, in place.
 
     `extra` and `cell_state`: whether it has these. `own_share`: whether the gradients of the hidden state's share of the
     gates differ from those of the input's. `carries`: whether the state reaches the next one other than by the gates.
@@ -75,7 +74,7 @@ def _tanh_step(weights: Weights, at: Moment) -> None:
 
 
 def _tanh_back(at: Moment, slopes: Slopes) -> None:
-    _tanh_backward(slopes.h, at.new_h, grad_input=slopes.gates)
+    _tanh_backward(slopes.h, at.new_h, grad_input=at.gates)
 
 
 def _relu_step(weights: Weights, at: Moment) -> None:
@@ -83,7 +82,7 @@ def _relu_step(weights: Weights, at: Moment) -> None:
 
 
 def _relu_back(at: Moment, slopes: Slopes) -> None:
-    _threshold_backward(slopes.h, at.new_h, 0, grad_input=slopes.gates)
+    _threshold_backward(slopes.h, at.new_h, 0, grad_input=at.gates)
 
 
 def _lstm_step(weights: Weights, at: Moment) -> None:
@@ -106,18 +105,15 @@ def _lstm_back(at: Moment, slopes: Slopes) -> None:
     assert at.extra is not None
     assert slopes.c is not None
     write, forget, value, show = at.gates.chunk(4, 1)
-    of_write, of_forget, of_value, of_show = slopes.gates.chunk(4, 1)
-    two = 2 * write.shape[1]
-    torch.mul(slopes.h, at.extra, out=of_show)
-    _sigmoid_backward(of_show, show, grad_input=of_show)
-    shown = torch.mul(slopes.h, show)
-    slopes.c.add_(_tanh_backward(shown, at.extra, grad_input=shown))
-    torch.mul(slopes.c, value, out=of_write)
-    torch.mul(slopes.c, at.c, out=of_forget)
-    _sigmoid_backward(slopes.gates[:, :two], at.gates[:, :two], grad_input=slopes.gates[:, :two])
-    torch.mul(slopes.c, write, out=of_value)
-    _tanh_backward(of_value, value, grad_input=of_value)
+    of_shown = slopes.h * show
+    slopes.c.add_(_tanh_backward(of_shown, at.extra, grad_input=of_shown))
+    _sigmoid_backward(slopes.h * at.extra, show, grad_input=show)
+    of_write_and_forget = torch.cat([slopes.c * value, slopes.c * at.c], 1)
+    of_value = slopes.c * write
     slopes.c.mul_(forget)
+    write_and_forget = at.gates[:, : 2 * write.shape[1]]
+    _sigmoid_backward(of_write_and_forget, write_and_forget, grad_input=write_and_forget)
+    _tanh_backward(of_value, value, grad_input=value)
 
 
 def _gru_step(weights: Weights, at: Moment) -> None:
@@ -138,16 +134,15 @@ def _gru_step(weights: Weights, at: Moment) -> None:
 def _gru_back(at: Moment, slopes: Slopes) -> None:
     assert at.extra is not None
     reset, update, value = at.gates.chunk(3, 1)
-    of_reset, of_update, of_value = slopes.gates.chunk(3, 1)
     split = 2 * reset.shape[1]
-    torch.sub(at.h, value, out=of_update).mul_(slopes.h)
-    torch.addcmul(slopes.h, slopes.h, update, value=-1, out=of_value)
-    _tanh_backward(of_value, value, grad_input=of_value)
-    torch.mul(of_value, at.extra, out=of_reset)
-    _sigmoid_backward(slopes.gates[:, :split], at.gates[:, :split], grad_input=slopes.gates[:, :split])
-    slopes.hidden_gates[:, :split] = slopes.gates[:, :split]
-    torch.mul(of_value, reset, out=slopes.hidden_gates[:, split:])
+    of_update = (at.h - value).mul_(slopes.h)
+    of_new = torch.addcmul(slopes.h, slopes.h, update, value=-1)
     slopes.h.mul_(update)
+    _tanh_backward(of_new, value, grad_input=value)
+    torch.mul(value, reset, out=slopes.hidden_gates[:, split:])
+    reset_and_update = at.gates[:, :split]
+    _sigmoid_backward(torch.cat([value * at.extra, of_update], 1), reset_and_update, grad_input=reset_and_update)
+    slopes.hidden_gates[:, :split] = reset_and_update
 
 
 def _tanh_of_block(block: Tensor) -> None:

@@ -117,7 +117,7 @@ def back(
     to_state: bool = False,
 ) -> Return:
     """From the gradients of the output [t,b,h] and of the final states [l,b,h] to those of the gates, and of the input and
-    the initial states if these are asked for."""
+    the initial states if these are asked for. The traces are used up."""
     ways = 1 + traces[-1].backwards
     slopes: list[Slope] = []
     for number in reversed(range(0, len(traces), ways)):
@@ -162,28 +162,33 @@ def _forward(cell: Cell, weights: Weights, x: Tensor, start: State, sizes: list[
         if n < b:
             for buffer in states:
                 buffer[future, n:] = buffer[past, n:]
-    return trace if cell.extra else trace._replace(gates=gates.new_empty(t, 0))
+            if trace.unprojected is not None:
+                trace.unprojected[position, n:] = 0
+    return trace
 
 
 def _back(cell: Cell, trace: Trace, grad: Tensor | None, final: State, sizes: list[int], to_state: bool) -> Slope:
-    (t, b, _), weights = trace.x.shape, trace.weights
-    empty = trace.x.new_empty if min(sizes) == b else trace.x.new_zeros
-    gates = empty(t, b, len(weights.hh))
-    hidden_gates = empty(t, b, len(weights.hh)) if cell.own_share else gates
-    projected = None if weights.hr is None else empty(t, b, weights.hh.shape[1])
+    """The gates are overwritten by their gradients: memory that is new in every step costs more than some of the maths."""
+    trace = trace._replace(gates=trace.gates.data)  # no new version: a second backward is for the tape to refuse
+    b, weights, gates = trace.x.shape[1], trace.weights, trace.gates
+    hidden_gates = torch.empty_like(gates) if cell.own_share else gates
+    projected = None if weights.hr is None else torch.empty_like(trace.before)
     state = tuple(part.clone() for part in final)
-    moments, rows = trace.moments(sizes), list(zip(gates.unbind(0), hidden_gates.unbind(0), strict=True))
+    moments, rows = trace.moments(sizes), hidden_gates.unbind(0)
     for position in reversed(trace.order):
         n = sizes[position]
-        of_gates, of_hidden_gates, h, *c = (_first(n, part) for part in (*rows[position], *state))
+        of_gates, h, *c = (_first(n, part) for part in (rows[position], *state))
         if grad is not None:
             h += grad[position, :n]
         if projected is not None:
             projected[position, :n] = h
         shown = h if weights.hr is None else h @ weights.hr
-        cell.back(moments[position], Slopes(of_gates, of_hidden_gates, shown, c[0] if c else None))
+        cell.back(moments[position], Slopes(of_gates, shown, c[0] if c else None))
         if to_state or position != trace.order[0]:
-            h.addmm_(of_hidden_gates, weights.hh, beta=int(cell.carries))
+            h.addmm_(of_gates, weights.hh, beta=int(cell.carries))
+        for buffer in (gates, hidden_gates, projected):
+            if buffer is not None and n < b:
+                buffer[position, n:] = 0
     return Slope(gates, hidden_gates, projected, state)
 
 
