@@ -7,11 +7,12 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PINNED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test figures models-page lint format clean
+.PHONY: help demo test sweep figures models-page lint format clean
 
 help:
 	@echo "make demo    train digits without privacy, with Abadi clipping and with AUTO-S, side by side"
 	@echo "make test    lint, type check and run all tests"
+	@echo "make sweep   calibrate over the whole range of epsilon, delta, rate and steps: 15 minutes"
 	@echo "make figures train and draw what docs/clipping.md shows"
 	@echo "make models-page  write docs/models.md, the list of what is exact, falls back or is refused"
 	@echo "make lint    ruff and mypy alone"
@@ -24,9 +25,13 @@ demo: $(VENV)/.runtime
 test: lint
 	$(BIN)/python -m pytest -n 2
 
+sweep: $(VENV)/.test
+	$(BIN)/python tests/accounting/sweep.py
+
 figures: $(VENV)/.test
 	$(PIP) -c constraints.txt -e '.[figures]'
 	$(BIN)/python experiments/clipping.py
+	$(BIN)/python experiments/budget.py
 
 models-page: $(VENV)/.runtime
 	$(BIN)/python experiments/models_page.py

@@ -1,14 +1,16 @@
 """`clipless budget`: epsilon from a noise multiplier, or the noise multiplier for an epsilon."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from clipless import accounting
 from clipless.cli import _output
+from clipless.cli.drawing import drawn
 from clipless.cli.report import show_ledger
 from clipless.errors import InvalidArgument
+from clipless.report.budget import Budget
 
 
 def budget(
@@ -29,6 +31,13 @@ def budget(
     head: Annotated[
         str | None, typer.Option(help="With --ledger: a hash kept elsewhere that the ledger must contain.")
     ] = None,
+    draw: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw epsilon against steps, noise against epsilon, and the cost of tuning: all in one file (.svg, .png "
+            "or .pdf), or each in a file of its own in this folder. Their data goes into a .json file beside."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")
     ] = False,
@@ -38,9 +47,8 @@ def budget(
     Describe the run by --dataset-size, --batch-size and --epochs (or --steps), or by --sample-rate and --steps.
     """
     if ledger is not None:
-        if not all(
-            given is None for given in (noise_multiplier, epsilon, dataset_size, batch_size, epochs, sample_rate, steps)
-        ):
+        described = (noise_multiplier, epsilon, dataset_size, batch_size, epochs, sample_rate, steps, draw)
+        if any(given is not None for given in described):
             raise InvalidArgument(
                 "--ledger says all about its run: give only --head, --delta and --accountant beside it."
             )
@@ -59,7 +67,7 @@ def budget(
         )
     spent = accounting.epsilon(noise, rate, count, failure, accountant=accountant)
     approximation = accounting.ACCOUNTANTS[accountant].approximation
-    answer = {
+    answer: dict[str, Any] = {
         "epsilon": spent,
         "delta": failure,
         "noise_multiplier": noise,
@@ -68,6 +76,9 @@ def budget(
         "accountant": accountant,
         "approximation": approximation,
     }
+    if draw is not None:
+        asked = Budget(noise, rate, count, failure, accountant)
+        answer |= drawn(asked, draw, visible=not as_json)
     if as_json:
         _output.show_json(answer)
         return
@@ -84,6 +95,8 @@ def budget(
     )
     if approximation:
         _output.show_note(_output.GDP_NOTE)
+    if draw is not None:
+        _output.show_note("drawn: " + ", ".join(answer["drawn"]))
 
 
 def _sample_rate(sample_rate: float | None, dataset_size: int | None, batch_size: int | None) -> float:
