@@ -81,7 +81,7 @@ def logarithmic(low, high):
 
 
 @pytest.mark.parametrize("name", list(ACCOUNTANTS))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(logarithmic(0.01, 200), logarithmic(1e-12, 1e-2), logarithmic(1e-6, 1), logarithmic(1, 1e6).map(round))
 def test_anywhere_calibration_is_safe_and_close(name, target, delta, rate, steps):
     z = noise_multiplier(target, delta, rate, steps, name)
