@@ -15,7 +15,7 @@ from clipless.noise.threads import share
 # Numbers drawn by one generator; blocks are drawn side by side in threads, and the same whatever their number.
 BLOCK = 2**18
 # Numbers drawn and added at a time: they stay in the cache, and are too few for torch to call in threads of its own.
-PIECE = 2**14
+PIECE = 2**15
 
 
 class TorchNoise:
@@ -102,7 +102,7 @@ def pieces_of(span: Span) -> Iterator[Span]:
     """The span in pieces.
 
     >>> [piece.stop - piece.start for piece in pieces_of(Span(0, 5, 5 + PIECE + 3))]
-    [16384, 3]
+    [32768, 3]
     """
     for start in range(span.start, span.stop, PIECE):
         yield span._replace(start=start, stop=min(start + PIECE, span.stop))
