@@ -57,20 +57,21 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
         spy.counts.update((batch.records, SIZE - batch.records))
         undone["open_batch"](self, batch)  # type: ignore[operator]
 
-    def factors(self: Private, norms: Tensor) -> Tensor:
-        found: Tensor = undone["factors"](self, norms)  # type: ignore[operator]
+    def factors(self: Private, norms: Tensor, group: int) -> Tensor:
+        shares: Tensor = undone["factors"](self, norms, group)  # type: ignore[operator]
         spy.learn(norms)
+        found = shares * BATCH
         clipped = (found < 1).double()
         spy.counts.add(int(clipped.sum()))
         for summary in (clipped.mean(), found.mean(), found.sum()):
             if 0.01 < summary < 0.99 or summary > 1.01:  # that all were clipped, or none, is told by nothing
                 spy.summaries.add(float(summary))
-        return found
+        return shares
 
     def sums(self: Private, step: int) -> dict[str, Tensor]:
         for value in self._engine.sums.values():
             spy.learn(value)
-            spy.learn(value / BATCH)
+            spy.learn(value * BATCH)
         return undone["sums"](self, step)  # type: ignore[operator, no-any-return]
 
     def statistic(self: Private, step: int) -> Tensor | None:

@@ -14,7 +14,7 @@ def linear(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     if "weight" in use.wanted:
         pieces["weight"] = OuterProducts(acts, grad)
     if "bias" in use.wanted:
-        pieces["bias"] = Instantiated(grad.sum(1))
+        pieces["bias"] = Instantiated(summed(grad))
     return pieces
 
 
@@ -27,8 +27,13 @@ def linear_transposed(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     if "weight" in use.wanted:
         pieces["weight"] = OuterProducts(grad, acts)
     if "bias" in use.wanted:
-        pieces["bias"] = Instantiated(grad.sum(1))
+        pieces["bias"] = Instantiated(summed(grad))
     return pieces
+
+
+def summed(grad: Tensor) -> Tensor:
+    """[b,t,o] over the positions, [b,o]; a single one is what it is, without a copy."""
+    return grad.squeeze(1) if grad.shape[1] == 1 else grad.sum(1)
 
 
 def positions(tensor: Tensor) -> Tensor:
