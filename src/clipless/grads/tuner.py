@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,12 +21,15 @@ from clipless.grads.pieces import Cost, Piece
 
 MEMORY_CAP = 192 * 2**20
 # Buffers of a piece that is clipped at once are made for so many bytes of records at a time: they stay in the cache.
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 24 * 2**20
 
-# The cost model, per thread: operations and bytes in a second, and the seconds of a call.
-FLOPS = 45e9
+# The cost model: operations and bytes in a second and thread, and the seconds of a call. Larger buffers than `FRESH` are
+# not used again by the C library but handed out by the operating system page by page, at `FAULT` seconds a byte.
+FLOPS = 60e9
 BANDWIDTH = 9e9
 CALL = 4e-6
+FRESH = 32 * 2**20
+FAULT = 1e-9
 REPEATS = 3
 
 # Seconds of every way by what was timed: timing tuners of one process share what they learn.
@@ -35,10 +39,11 @@ _TIMED: dict[str, dict[str, float]] = {}
 def modelled_seconds(cost: Cost, threads: int) -> float:
     """What a way costs by the model.
 
-    >>> modelled_seconds(Cost(flops=45e9, moved=9e9, calls=0, held=0), threads=1)
+    >>> modelled_seconds(Cost(flops=60e9, moved=9e9, calls=0, held=0), threads=1)
     2.0
     """
-    return (cost.flops / FLOPS + cost.moved / BANDWIDTH) / threads + cost.calls * CALL
+    faults = cost.held * FAULT if cost.held > FRESH else 0.0
+    return (cost.flops / FLOPS + cost.moved / BANDWIDTH) / threads + cost.calls * CALL + faults
 
 
 class Tuner:
@@ -81,7 +86,8 @@ class Tuner:
         records, ways = len(piece), piece.ways()
         if not ways or not records:
             return "", [slice(0, records)]
-        way = self._fastest(piece, ways, parameter)
+        small = {way: replace(cost, held=min(cost.held, CHUNK_BYTES)) for way, cost in ways.items()}
+        way = self._fastest(piece, small, parameter)
         size = max(1, int(CHUNK_BYTES // (ways[way].held / records)))
         if way == min(ways, key=lambda name: ways[name].held):
             size = records

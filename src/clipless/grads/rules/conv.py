@@ -22,8 +22,10 @@ from clipless.grads.pieces import (
 from clipless.grads.rules.use import Use, at_least_float32, register
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
-# For the cost model: how often a grouped convolution moves its result, and the calls that one record alone is worth.
-GROUPED_MOVES = 12
+# For the cost model: how often a grouped convolution moves its result, the calls that each of its groups is worth, and
+# those that a record alone is worth.
+GROUPED_MOVES = 6
+GROUPED_CALL = 4
 ONE_CALL = 40
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
@@ -98,7 +100,7 @@ class Correlation:
         t, i, size = math.prod(positions), math.prod(self.module.weight.shape[1:]), self.acts.element_size()
         flops, weights = 2.0 * b * t * i * o, float(size * b * i * o)
         ways = {
-            "grouped": Cost(flops, GROUPED_MOVES * weights, calls=8, held=weights),
+            "grouped": Cost(flops, GROUPED_MOVES * weights, calls=GROUPED_CALL * b, held=weights),
             "one by one": Cost(flops, 4 * weights, calls=ONE_CALL * b, held=weights),
         }
         if self.module.groups == 1:
