@@ -7,13 +7,14 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PINNED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep figures models-page lint format clean
+.PHONY: help demo test sweep figures bench models-page lint format clean
 
 help:
 	@echo "make demo    train digits without privacy, with Abadi clipping and with AUTO-S, side by side"
 	@echo "make test    lint, type check and run all tests"
 	@echo "make sweep   calibrate over the whole range of epsilon, delta, rate and steps: 15 minutes"
 	@echo "make figures train and draw what docs/clipping.md shows"
+	@echo "make bench   time and memory of private training over plain, for the table in the README"
 	@echo "make models-page  write docs/models.md, the list of what is exact, falls back or is refused"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make format  let ruff rewrite the sources"
@@ -32,6 +33,11 @@ figures: $(VENV)/.test
 	$(PIP) -c constraints.txt -e '.[figures]'
 	$(BIN)/python experiments/clipping.py
 	$(BIN)/python experiments/budget.py
+
+bench: $(VENV)/.test
+	$(PIP) -c constraints.txt -e '.[bench]'
+	$(BIN)/clipless bench --out benchmarks/results
+	$(BIN)/clipless bench --from benchmarks/results/bench.json --readme README.md
 
 models-page: $(VENV)/.runtime
 	$(BIN)/python experiments/models_page.py

@@ -19,7 +19,7 @@ from torch import Tensor
 from clipless.errors import InvalidArgument, InvalidType, named
 from clipless.grads.pieces import Cost, Piece
 
-MEMORY_CAP = 192 * 2**20
+MEMORY_CAP = 128 * 2**20
 # Buffers of a piece that is clipped at once are made for so many bytes of records at a time: they stay in the cache.
 CHUNK_BYTES = 24 * 2**20
 
