@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from clipless.grads.frames import Part
-from clipless.grads.pieces import Piece, combine
+from clipless.grads.pieces import Piece, combine, formed
 from clipless.grads.receiver import Receiver
 from clipless.grads.tape import Tape
 from clipless.grads.tuner import Tuner
@@ -58,18 +58,17 @@ class Engine:
         group = self._groups.group_of[name]
         clip, parameter, piece = self._clips[group], self.tape.parameters[name], combine(uses)
         clip.waiting.discard(name)
+        early = not (clip.waiting or self.seen)
+        way, chunks = self._tuner.in_chunks(piece, parameter) if early else (self._tuner.way(piece, parameter), [])
         if len(self._clips) > 1 and not self.seen:
-            clip.raw[name] = piece
-        if clip.waiting or self.seen:
-            clip.hold(name, self._tuner.settled(piece, parameter))
-        else:
-            way, chunks = self._tuner.in_chunks(piece, parameter)
-            if len(chunks) == 1:
-                clip.hold(name, piece.form(way) if way else piece)
-                self._close(group, self._norms(clip.squares))
-            else:
-                norms = [self._clipped(group, name, piece.rows(some).form(way), some) for some in chunks]
-                self._close(group, torch.cat(norms))
+            clip.raw[name] = piece, way
+        if len(chunks) > 1:
+            norms = [self._clipped(group, name, piece.rows(some).form(way), some) for some in chunks]
+            self._close(group, torch.cat(norms))
+            return
+        clip.hold(name, formed(piece, way))
+        if early:
+            self._close(group, self._norms(clip.squares))
 
     def _clipped(self, group: int, name: str, piece: Piece, some: slice) -> Tensor:
         """Clip and add these records of the last piece of a group. Returns the norms of the records."""
@@ -94,9 +93,9 @@ class Engine:
             if not clipped[group]:
                 self._close(group, norms[group])
             elif bool((finite[group] & ~finite.all(0)).any()):
-                for name in clip.raw:
+                for name, (piece, way) in clip.raw.items():
                     del self.sums[name]
-                self._add(clip.raw, norms[group], group)
+                    self._add({name: formed(piece, way)}, norms[group], group)
         self._observe(norms)
         self._clips = []
         self.seen += part.records
@@ -134,15 +133,16 @@ class Engine:
 class Clip:
     """A group of parameters on its way to be clipped: which are still to come, and what is held until then.
 
-    `raw` are its pieces as they came, without the buffers that ways make of them: should a record turn out not to be
-    finite in another group after this one was clipped, the group is added up again without it.
+    `raw` are its pieces as they came, without the buffers that ways make of them, and the ways: should a record turn out
+    not to be finite in another group after this one was clipped, the group is added up again without it, the same way, so
+    that the sum keeps to the norms it was clipped by.
     """
 
     def __init__(self, waiting: set[str], squares: Tensor) -> None:
         self.waiting = waiting
         self.squares = squares
         self.held: dict[str, Piece] = {}
-        self.raw: dict[str, Piece] = {}
+        self.raw: dict[str, tuple[Piece, str]] = {}
         self.norms: Tensor | None = None
 
     def hold(self, name: str, piece: Piece) -> None:

@@ -69,20 +69,20 @@ class Tuner:
         """New records come: nothing is held for them yet."""
         self._held = 0.0
 
-    def settled(self, piece: Piece, parameter: Tensor) -> Piece:
-        """The piece in the fastest form that fits under the cap beside what is held already."""
+    def way(self, piece: Piece, parameter: Tensor) -> str:
+        """The fastest way that fits under the cap beside what is held already; empty for a piece without a choice."""
         ways = piece.ways()
         if not ways:
-            return piece
+            return ""
         least = min(cost.held for cost in ways.values())
         left = self.memory_cap - self._held
         fitting = {way: cost for way, cost in ways.items() if cost.held - least <= max(left, 0)}
         way = self._fastest(piece, fitting, parameter)
         self._held += ways[way].held - least
-        return piece.form(way)
+        return way
 
     def in_chunks(self, piece: Piece, parameter: Tensor) -> tuple[str, list[slice]]:
-        """For a piece whose factors can be had at once: the fastest way, and the records to take it for together."""
+        """As `way`, for a piece whose factors can be had at once; and the records to take it for together."""
         records, ways = len(piece), piece.ways()
         if not ways or not records:
             return "", [slice(0, records)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clipless.grads.clipped_sum import LossFunction, per_record_losses
 from clipless.grads.frames import Part
-from clipless.grads.pieces import Piece, combine, weighted_sum
+from clipless.grads.pieces import Piece, combine, formed, weighted_sum
 from clipless.grads.receiver import Receiver
 from clipless.grads.rules import LayerRule
 from clipless.grads.shared import Crossing
@@ -81,7 +81,8 @@ class _Meter(Receiver):
             cost.half |= any(grad.dtype.itemsize < torch.float32.itemsize for grad in grads)
 
     def _norms_and_sum(self, part: Part, name: str, uses: list[Piece]) -> None:
-        piece = self._tuner.settled(combine(uses), self._parameters[name])
+        piece = combine(uses)
+        piece = formed(piece, self._tuner.way(piece, self._parameters[name]))
         weighted_sum(piece, torch.ones_like(piece.sq_norms), like=self._parameters[name])
         self.costs.setdefault(name, Cost()).bytes = held_bytes(piece)
 

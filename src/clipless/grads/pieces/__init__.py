@@ -3,7 +3,7 @@
 from clipless.grads.pieces.combine import combine
 from clipless.grads.pieces.instantiated import Instantiated
 from clipless.grads.pieces.outer_products import OuterProducts, product_ways
-from clipless.grads.pieces.piece import Cost, NoChoice, Piece, kept, scaled, sq_norm, weighted_sum
+from clipless.grads.pieces.piece import Cost, NoChoice, Piece, formed, kept, scaled, sq_norm, weighted_sum
 from clipless.grads.pieces.rearranged import Rearranged
 from clipless.grads.pieces.scattered import Scattered
 from clipless.grads.pieces.tied import Tied
@@ -18,6 +18,7 @@ __all__ = [
     "Scattered",
     "Tied",
     "combine",
+    "formed",
     "kept",
     "product_ways",
     "scaled",

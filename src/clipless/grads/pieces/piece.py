@@ -68,6 +68,11 @@ class NoChoice:
         raise KeyError(way)
 
 
+def formed(piece: Piece, way: str) -> Piece:
+    """The piece by that way, or as it is if there was none to choose."""
+    return piece.form(way) if way else piece
+
+
 def weighted_sum(piece: Piece, factors: Tensor, like: Tensor) -> Tensor:
     """Σ_b factors[b]·g_b as a new tensor, shaped like the parameter."""
     total = torch.empty(like.shape, dtype=piece.sq_norms.dtype, device=like.device)
