@@ -646,6 +646,28 @@ def test_a_step_is_in_the_ledger_even_if_the_optimizer_fails_after_it() -> None:
     assert private.ledger.steps == 1
 
 
+def test_a_step_whose_noise_fails_shows_nothing_and_cannot_be_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise is added where the sum lies: half of it may be there already, and twice the same would not be the plan's."""
+    model, optimizer, private = fresh()
+    source, release = private._source, private._source.release
+
+    def failing(stream: str, step: int, values: list[Tensor], *rest: Any, **more: Any) -> Iterator[Tensor]:
+        release(stream, step, values, *rest, **more)
+        raise OSError("out of something")
+
+    monkeypatch.setattr(source, "release", failing)
+    batches, before = iter(private.loader), weights(model)
+    with pytest.raises(OSError, match="out of something"):
+        step(model, optimizer, next(batches))
+    monkeypatch.undo()
+    with pytest.raises(Misuse):
+        optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+    assert same(weights(model), before)
+    step(model, optimizer, next(batches))
+    assert private.ledger.steps == 1
+
+
 def test_the_plan_says_what_is_promised_and_cannot_be_changed() -> None:
     plan = fresh(noise_multiplier=None, epsilon=3.0, clipping="abadi")[2].plan
     assert (plan.epsilon, plan.delta, plan.dataset_size, plan.expected_batch) == (3.0, 1e-5, SIZE, BATCH)

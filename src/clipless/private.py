@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from clipless.accounting import Ledger, Spent
 from clipless.accounting.journal import Journal
-from clipless.buffers import Buffers
 from clipless.checkpoint import capture, read_checkpoint
 from clipless.clipping import Clipping, as_clipping
 from clipless.errors import BudgetSpent, InvalidType, Misuse
@@ -125,7 +124,6 @@ class Private:
         self._statistic: Tensor | None = None
         self._journal: Journal | None = None
         self._policy_state = plan.clipping.policy.init(plan.setting)
-        self._gradients = Buffers()
         self._engine = Engine(model, plan.groups, self._factors, self._observe, tuner)
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate)
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
@@ -229,9 +227,16 @@ class Private:
             self._statistic = observed if self._statistic is None else self._statistic + observed
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Turn the clipped sum into the private gradient that the optimizer reads: noised, recorded, then shown."""
+        """Turn the clipped sum into the private gradient that the optimizer reads. If that fails the batch is gone."""
         self._refuse_step(args, kwargs)
-        step = self.steps_taken
+        try:
+            self._release(self.steps_taken)
+        finally:
+            self._engine.clear()
+            self._batch = self._statistic = None
+
+    def _release(self, step: int) -> None:
+        """Noised, recorded, then shown."""
         gradients = self._noised_gradients(step)
         statistic = self._noised_statistic(step)
         self._record(step, gradients, statistic)
@@ -239,17 +244,14 @@ class Private:
             parameter.grad = gradients[name] if parameter.requires_grad else None
         self._policy_state = self.plan.clipping.policy.update(self._policy_state, statistic, self.plan.setting)
         self.history.append(self._policy_state, statistic)
-        self._engine.clear()
-        self._batch = self._statistic = None
 
     def _noised_gradients(self, step: int) -> dict[str, Tensor]:
-        """The clipped sum over the expected batch, with noise, for each parameter."""
-        sums, parameters = self._engine.sums, self._engine.tape.parameters
+        """The clipped sum over the expected batch, for each parameter: noise is added where it lies."""
+        sums, parameters = self._engine.complete(), self._engine.tape.parameters
         thresholds = self.plan.clipping.policy.thresholds(self._policy_state)
         by_group = (self.plan.stddevs(step, thresholds).flatten() / self.plan.expected_batch).tolist()
         stddevs = [by_group[self.plan.groups.group_of[name]] for name in parameters]
-        values = [sums.get(name, torch.zeros((), device=p.device).expand(p.shape)) for name, p in parameters.items()]
-        released = self._source.release("gradient", step, values, stddevs, into=self._gradients.lend(parameters))
+        released = self._source.release("gradient", step, list(sums.values()), stddevs, into=list(sums.values()))
         return {name: noised.to(p.dtype) for (name, p), noised in zip(parameters.items(), released, strict=True)}
 
     def _noised_statistic(self, step: int) -> Tensor | None:
@@ -289,10 +291,8 @@ class Private:
         """
         if self._journal:
             raise Misuse(f"the ledger is on disk already, in {self._journal.path}: a run has one ledger.")
-        plan = self.plan
-        self._journal = Journal.create(
-            Path(path), plan.delta, plan.accountant, plan.planned(), plan.to_dict(), past=self.ledger
-        )
+        plan, past = self.plan, self.ledger
+        self._journal = Journal.create(Path(path), plan.delta, plan.accountant, plan.planned(), plan.to_dict(), past)
 
     def save_checkpoint(self, path: str | Path, extra: Any = None) -> None:
         """Write weights, optimizer, random states, `extra` and the run's state to one file, in one move.

@@ -6,6 +6,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
+from clipless.grads.buffers import Buffers
 from clipless.grads.frames import Part
 from clipless.grads.pieces import Piece, combine, formed
 from clipless.grads.receiver import Receiver
@@ -37,13 +38,20 @@ class Engine:
         self._observe = observe
         self._tuner = tuner
         self._scale = 1.0
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers = Buffers()
         self._clips: list[Clip] = []
 
     def clear(self) -> None:
         """Forget the sums: a new logical batch begins."""
         self.sums, self.seen = {}, 0
         self.tape.open(None)
+
+    def complete(self) -> dict[str, Tensor]:
+        """The sum of every parameter, to be turned into what is released: zeros for those that no record reached."""
+        for name, parameter in self.tape.parameters.items():
+            if name not in self.sums:
+                self.sums[name] = self._buffers.take(name, parameter).zero_()
+        return {name: self.sums[name] for name in self.tape.parameters}
 
     def open(self, records: int, scale: float) -> None:
         self._scale = scale
@@ -108,16 +116,10 @@ class Engine:
         factors = self._factors(norms.unsqueeze(0), group)[0] * self._scale
         for name, piece in pieces.items():
             safe = piece if everyone else piece.keep(finite)
-            safe.add_to(self._buffer(name), factors, beta=int(name in self.sums))
-            self.sums[name] = self._buffers[name]
-
-    def _buffer(self, name: str) -> Tensor:
-        """A parameter's sum. It is never handed out: what was released from it is a copy, so it can be used again."""
-        if name not in self._buffers:
-            parameter = self.tape.parameters[name]
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            self._buffers[name] = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        return self._buffers[name]
+            begun = name in self.sums
+            if not begun:
+                self.sums[name] = self._buffers.take(name, self.tape.parameters[name])
+            safe.add_to(self.sums[name], factors, beta=int(begun))
 
     def _norms(self, squares: Tensor) -> Tensor:
         """Norms [b] of some records in one group; infinite for those that are not finite.

@@ -37,7 +37,7 @@ class NoiseSource(Protocol):
         into: Sequence[Tensor] | None = None,
     ) -> Iterator[Tensor]:
         """Each value plus normal noise of its standard deviation, in the value's type or float32 if that is finer: new
-        tensors, or those of `into`, which are overwritten. The values are left as they are."""
+        tensors, or those of `into`, which are overwritten. They may be the values, which are else left as they are."""
 
     def uniform(self, stream: str, step: int, size: int) -> Tensor:
         """`size` numbers, uniform on [0, 1), with 53 random bits each."""
