@@ -57,8 +57,8 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
         spy.counts.update((batch.records, SIZE - batch.records))
         undone["open_batch"](self, batch)  # type: ignore[operator]
 
-    def factors(self: Private, norms: Tensor, group: int) -> Tensor:
-        shares: Tensor = undone["factors"](self, norms, group)  # type: ignore[operator]
+    def factors(self: Private, norms: Tensor, groups: list[int]) -> Tensor:
+        shares: Tensor = undone["factors"](self, norms, groups)  # type: ignore[operator]
         spy.learn(norms)
         found = shares * BATCH
         clipped = (found < 1).double()

@@ -2,7 +2,7 @@
 
 import secrets
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,10 +215,10 @@ class Private:
 
     # One step.
 
-    def _factors(self, norms: Tensor, group: int) -> Tensor:
-        """How much of some records enters a group's sum over the expected batch, [1,b]."""
-        thresholds = self.plan.clipping.policy.thresholds(self._policy_state)
-        return self.plan.clipping.rule(norms, thresholds[group : group + 1].to(norms)) / self.plan.expected_batch
+    def _factors(self, norms: Tensor, groups: Sequence[int]) -> Tensor:
+        """How much of some records enters these groups' sums over the expected batch, [g,b]."""
+        thresholds = self.plan.clipping.policy.thresholds(self._policy_state)[groups].to(norms)
+        return self.plan.clipping.rule(norms, thresholds) / self.plan.expected_batch
 
     def _observe(self, norms: Tensor) -> None:
         """Add up the policy's statistic over the parts of the batch."""

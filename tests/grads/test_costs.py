@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import clipless
 from clipless.bench.problems import PROBLEMS, Problem, decoder, encoder, lora_encoder, words_of
-from clipless.grads import Tuner
+from clipless.grads import Tuner, tuner
 from clipless.noise import TorchNoise
 from clipless.preflight.measuring import held_bytes
 
@@ -158,14 +158,16 @@ def test_buffers_stay_under_the_cap(cap: int, clipping: clipless.Clipping, monke
     assert 0 < held.most <= thrifty.most + cap
 
 
-def test_one_layer_at_a_time_holds_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_at_a_time_holds_few_layers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     most = {}
-    for clipping in (FLAT, PER_LAYER):
+    for chunk, clipping in ((1, FLAT), (1, PER_LAYER), (2**21, PER_LAYER)):
+        monkeypatch.setattr(tuner, "CHUNK_BYTES", chunk)
         one = steps(SMALL["encoder"], clipping)
         held = HeldBuffers(next(one), monkeypatch)
         next(one)
-        most[clipping.groups] = held.most
-    assert 0 < most["per-layer"] < 0.05 * most["flat"]
+        most[clipping.groups, chunk] = held.most
+    assert 0 < most["per-layer", 1] < 0.05 * most["flat", 1]
+    assert most["per-layer", 1] < most["per-layer", 2**21] < most["per-layer", 1] + 2**21
 
 
 def test_gradients_live_where_the_sums_were_and_in_the_same_memory_at_every_step(

@@ -75,7 +75,7 @@ def test_every_way_gives_the_same_norms_and_sum(make: object) -> None:
 @pytest.mark.parametrize("timed", [False, True])
 def test_without_memory_the_thriftiest_way_is_taken(timed: bool) -> None:
     piece, parameter = outer(b=3, t=64, i=300, o=300)
-    assert Tuner(timed, memory_cap=0).way(piece, parameter) == "ghost"
+    assert Tuner(timed, memory_cap=0).choose(piece, parameter).way == "ghost"
 
 
 def test_the_cap_holds_over_all_pieces_of_a_part_and_anew_for_the_next() -> None:
@@ -85,14 +85,14 @@ def test_the_cap_holds_over_all_pieces_of_a_part_and_anew_for_the_next() -> None
     some = Tuner(memory_cap=int(2.5 * extra))
     for _ in range(2):
         some.begin()
-        taken = [some.way(piece, parameter) for _ in range(4)]
+        taken = [some.choose(piece, parameter).way for _ in range(4)]
         assert taken == ["written", "written", "ghost", "ghost"]
 
 
 def test_chunks_cover_every_record_once_and_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     piece, parameter = outer(b=10, t=60, i=100, o=100)
     monkeypatch.setattr(tuner, "CHUNK_BYTES", 3 * 4 * 100 * 100)
-    way, chunks = Tuner().in_chunks(piece, parameter)
+    way, _, chunks = Tuner().in_chunks(piece, parameter)
     assert way == "written"
     assert [r for chunk in chunks for r in range(10)[chunk]] == list(range(10))
     assert max(len(range(10)[chunk]) for chunk in chunks) == 3
@@ -108,19 +108,19 @@ def test_the_model_reads_no_clock_and_the_timer_each_way_once(monkeypatch: pytes
 
     monkeypatch.setattr(tuner, "_TIMED", {})
     monkeypatch.setattr(tuner, "_measured", measured)
-    Tuner().way(piece, parameter)
+    Tuner().choose(piece, parameter)
     assert calls == []
     for _ in range(3):
-        assert Tuner(timed=True).way(piece, parameter) == "ghost"
+        assert Tuner(timed=True).choose(piece, parameter).way == "ghost"
     assert sorted(calls) == ["ghost", "written"]
-    Tuner(timed=True).way(outer(b=3, t=60, i=101, o=100)[0], parameter)
+    Tuner(timed=True).choose(outer(b=3, t=60, i=101, o=100)[0], parameter)
     assert len(calls) == 4
 
 
 def test_timings_are_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     piece, parameter = outer(b=3, t=60, i=100, o=100)
     monkeypatch.setattr(tuner, "_TIMED", {})
-    first = Tuner(timed=True).way(piece, parameter)
+    first = Tuner(timed=True).choose(piece, parameter).way
     Tuner(timed=True).save(tmp_path / "timings.json")
     assert len(json.loads((tmp_path / "timings.json").read_text())) == 1
 
@@ -128,7 +128,7 @@ def test_timings_are_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tuner, "_measured", lambda *_: pytest.fail("timed again"))
     again = Tuner(timed=True)
     again.load(tmp_path / "timings.json")
-    assert again.way(piece, parameter) == first
+    assert again.choose(piece, parameter).way == first
     (tmp_path / "timings.json").write_text("[1]")
     with pytest.raises(InvalidArgument, match="not a file of timings"):
         again.load(tmp_path / "timings.json")

@@ -1,6 +1,6 @@
 """The engine as one pure call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,8 @@ def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: s
     thresholds = how.start(len(groups))
     kept_norms: list[Tensor] = []
 
-    def factors(norms: Tensor, group: int) -> Tensor:
-        return how.rule(norms, thresholds[group : group + 1].to(norms))
+    def factors(norms: Tensor, groups: Sequence[int]) -> Tensor:
+        return how.rule(norms, thresholds[groups].to(norms))
 
     engine = Engine(model, groups, factors, kept_norms.append, Tuner())
     records = count_records(model, loss_fn, batch)

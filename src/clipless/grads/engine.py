@@ -1,9 +1,10 @@
 """From pieces to the clipped sum: norms of all records, factors from the rule, one weighted sum per parameter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipless.grads.buffers import Buffers
@@ -14,7 +15,7 @@ from clipless.grads.tape import Tape
 from clipless.grads.tuner import Tuner
 from clipless.partition import Partition
 
-Factors = Callable[[Tensor, int], Tensor]
+Factors = Callable[[Tensor, Sequence[int]], Tensor]
 Observe = Callable[[Tensor], None]
 
 
@@ -25,7 +26,7 @@ class Engine:
     those of each record's own loss: the part's size for a mean, 1 for a sum. After backward the part's share is in
     `sums`, in at least float32, keyed by parameter name. A parameter that no record reached has no entry.
 
-    `factors(norms [1,b], group)` says how much of each record enters the sum, for any of the part's records at a time;
+    `factors(norms [g,b], groups)` says how much of each record enters those groups' sums, for any of the part's records;
     `observe(norms [G,B])` sees all norms of a part once.
     """
 
@@ -40,6 +41,7 @@ class Engine:
         self._scale = 1.0
         self._buffers = Buffers()
         self._clips: list[Clip] = []
+        self._ready: dict[int, float] = {}
 
     def clear(self) -> None:
         """Forget the sums: a new logical batch begins."""
@@ -59,77 +61,96 @@ class Engine:
         dtype = reduce(torch.promote_types, (p.dtype for p in self.tape.parameters.values()), torch.float32)
         zeros = torch.zeros(records, dtype=dtype, device=next(iter(self.tape.parameters.values())).device)
         self._clips = [Clip(set(members), zeros) for members in self._groups.members]
+        self._ready = {}
         self.tape.open(Part(records))
 
     def _take(self, part: Part, name: str, uses: list[Piece]) -> None:
-        """All pieces of a parameter are there. A group with all its parameters is clipped at once, in the first part."""
+        """All pieces of a parameter are there. Groups with all their parameters are clipped soon, in the first part."""
         group = self._groups.group_of[name]
         clip, parameter, piece = self._clips[group], self.tape.parameters[name], combine(uses)
         clip.waiting.discard(name)
-        early = not (clip.waiting or self.seen)
-        way, chunks = self._tuner.in_chunks(piece, parameter) if early else (self._tuner.way(piece, parameter), [])
+        complete = not (clip.waiting or self.seen)
+        choice = self._tuner.in_chunks(piece, parameter) if complete else self._tuner.choose(piece, parameter)
         if len(self._clips) > 1 and not self.seen:
-            clip.raw[name] = piece, way
-        if len(chunks) > 1:
-            norms = [self._clipped(group, name, piece.rows(some).form(way), some) for some in chunks]
-            self._close(group, torch.cat(norms))
+            clip.raw[name] = piece, choice.way
+        if len(choice.chunks) > 1:
+            clip.norms = torch.cat([self._clipped(group, name, piece, choice.way, some) for some in choice.chunks])
+            self._add([group], clip.norms.unsqueeze(0))
             return
-        clip.hold(name, formed(piece, way))
-        if early:
-            self._close(group, self._norms(clip.squares))
+        clip.hold(name, formed(piece, choice.way))
+        if complete:
+            self._ready[group] = choice.held
+            if sum(self._ready.values()) > self._tuner.chunk_bytes:
+                groups = list(self._ready)
+                self._add(groups, self._norms(self._squares(groups)))
 
-    def _clipped(self, group: int, name: str, piece: Piece, some: slice) -> Tensor:
-        """Clip and add these records of the last piece of a group. Returns the norms of the records."""
+    def _clipped(self, group: int, name: str, piece: Piece, way: str, some: slice) -> Tensor:
+        """Clip and add these records of the last piece of a group. Returns the norms of the records, [b]."""
+        piece = formed(piece.rows(some), way)
         norms = self._norms(self._clips[group].squares[some] + piece.sq_norms)
-        self._add({name: piece}, norms, group)
+        self._sum([{name: piece}], norms.unsqueeze(0), [group])
         return norms
-
-    def _close(self, group: int, norms: Tensor) -> None:
-        """All norms of a group are known: add what was held for it."""
-        clip = self._clips[group]
-        clip.norms = norms
-        self._add(clip.held, norms, group)
-        clip.held = {}
 
     def _finish(self, part: Part) -> None:
         """Clip what is left. A record that is not finite in one group counts as infinite in every group."""
-        clipped = [clip.norms is not None for clip in self._clips]
-        rows = [self._norms(clip.squares) if clip.norms is None else clip.norms for clip in self._clips]
-        finite = torch.stack(rows).isfinite()
-        norms = torch.where(finite.all(0), torch.stack(rows), torch.inf)
-        for group, clip in enumerate(self._clips):
-            if not clipped[group]:
-                self._close(group, norms[group])
-            elif bool((finite[group] & ~finite.all(0)).any()):
-                for name, (piece, way) in clip.raw.items():
-                    del self.sums[name]
-                    self._add({name: formed(piece, way)}, norms[group], group)
+        left = [group for group, clip in enumerate(self._clips) if clip.norms is None]
+        if left:
+            for group, row in zip(left, self._norms(self._squares(left)), strict=True):
+                self._clips[group].norms = row
+        norms = torch.stack([clip.norms for clip in self._clips if clip.norms is not None])
+        everywhere = norms.isfinite().all(0)
+        if not bool(everywhere.all()):
+            unknown = [
+                g for g in range(len(norms)) if g not in left and bool((norms[g].isfinite() & ~everywhere).any())
+            ]
+            norms = torch.where(everywhere, norms, torch.inf)
+            for group in unknown:
+                self._again(group, norms[group])
+        self._add(left, norms[left])
         self._observe(norms)
         self._clips = []
         self.seen += part.records
 
-    def _add(self, pieces: Mapping[str, Piece], norms: Tensor, group: int) -> None:
-        if not pieces:
+    def _again(self, group: int, norms: Tensor) -> None:
+        """Add up a group anew, by the ways that it was added before."""
+        for name, (piece, way) in self._clips[group].raw.items():
+            del self.sums[name]
+            self._sum([{name: formed(piece, way)}], norms.unsqueeze(0), [group])
+
+    def _add(self, groups: list[int], norms: Tensor) -> None:
+        """Clip by the norms [g,b], and add, what is held for these groups."""
+        clips = [self._clips[group] for group in groups]
+        self._sum([clip.held for clip in clips], norms, groups)
+        for group, clip, row in zip(groups, clips, norms, strict=True):
+            clip.norms, clip.held = row, {}
+            self._ready.pop(group, None)
+
+    def _sum(self, held: list[dict[str, Piece]], norms: Tensor, groups: list[int]) -> None:
+        """Add each group's pieces, their records times their factors, and nothing of records whose norm is infinite."""
+        if not any(held):
             return
+        factors = self._factors(norms, groups) * self._scale
         finite = norms.isfinite()
         everyone = bool(finite.all())
-        factors = self._factors(norms.unsqueeze(0), group)[0] * self._scale
-        for name, piece in pieces.items():
-            safe = piece if everyone else piece.keep(finite)
-            begun = name in self.sums
-            if not begun:
-                self.sums[name] = self._buffers.take(name, self.tape.parameters[name])
-            safe.add_to(self.sums[name], factors, beta=int(begun))
+        for pieces, row, mask in zip(held, factors, finite, strict=True):
+            for name, piece in pieces.items():
+                begun = name in self.sums
+                if not begun:
+                    self.sums[name] = self._buffers.take(name, self.tape.parameters[name])
+                safe = piece if everyone else piece.keep(mask)
+                safe.add_to(self.sums[name], row, beta=int(begun))
+
+    def _squares(self, groups: list[int]) -> Tensor:
+        return torch.stack([self._clips[group].squares for group in groups])
 
     def _norms(self, squares: Tensor) -> Tensor:
-        """Norms [b] of some records in one group; infinite for those that are not finite.
+        """Norms of some records; infinite for those that are not finite.
 
         Squares that small lose digits to underflow, and a norm taken for too small would give too large a factor:
         below the floor a norm counts as zero.
         """
-        norms = squares.sqrt()
-        norms = torch.where(norms < 1e4 * torch.finfo(norms.dtype).tiny ** 0.5, 0.0, norms) * self._scale
-        return torch.where(norms.isfinite(), norms, torch.inf)
+        norms = squares.sqrt().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        return F.threshold(norms, 1e4 * torch.finfo(norms.dtype).tiny ** 0.5, 0.0).mul_(self._scale)
 
 
 class Clip:

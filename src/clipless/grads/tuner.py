@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from clipless.errors import InvalidArgument, InvalidType, named
 from clipless.grads.pieces import Cost, Piece
 
 MEMORY_CAP = 128 * 2**20
-# Buffers of a piece that is clipped at once are made for so many bytes of records at a time: they stay in the cache.
+# What is clipped at once is written out for so many bytes of records or groups at a time: they stay in the cache.
 CHUNK_BYTES = 24 * 2**20
 
 # The cost model: operations and bytes in a second and thread, and the seconds of a call. Larger buffers than `FRESH` are
@@ -46,6 +47,15 @@ def modelled_seconds(cost: Cost, threads: int) -> float:
     return (cost.flops / FLOPS + cost.moved / BANDWIDTH) / threads + cost.calls * CALL + faults
 
 
+class Choice(NamedTuple):
+    """How a piece is taken: the way, empty if there was none to choose; the bytes that it then holds for all records; and
+    the records that are taken together."""
+
+    way: str
+    held: float
+    chunks: list[slice]
+
+
 class Tuner:
     """Chooses a way for every piece, within `memory_cap` bytes of buffers over the thriftiest ways for all records.
 
@@ -65,33 +75,42 @@ class Tuner:
     def __repr__(self) -> str:
         return f"Tuner(timed={self.timed}, memory_cap={self.memory_cap})"
 
+    @property
+    def chunk_bytes(self) -> int:
+        """The most that is written out at a time of what can be clipped at once."""
+        return min(CHUNK_BYTES, self.memory_cap)
+
     def begin(self) -> None:
         """New records come: nothing is held for them yet."""
         self._held = 0.0
 
-    def way(self, piece: Piece, parameter: Tensor) -> str:
-        """The fastest way that fits under the cap beside what is held already; empty for a piece without a choice."""
-        ways = piece.ways()
+    def choose(self, piece: Piece, parameter: Tensor) -> Choice:
+        """The fastest way that fits under the cap beside what is held already, for all records together."""
+        everyone, ways = slice(0, len(piece)), piece.ways()
         if not ways:
-            return ""
+            return Choice("", _written_bytes(piece, parameter), [everyone])
         least = min(cost.held for cost in ways.values())
         left = self.memory_cap - self._held
         fitting = {way: cost for way, cost in ways.items() if cost.held - least <= max(left, 0)}
         way = self._fastest(piece, fitting, parameter)
         self._held += ways[way].held - least
-        return way
+        return Choice(way, ways[way].held, [everyone])
 
-    def in_chunks(self, piece: Piece, parameter: Tensor) -> tuple[str, list[slice]]:
-        """As `way`, for a piece whose factors can be had at once; and the records to take it for together."""
+    def in_chunks(self, piece: Piece, parameter: Tensor) -> Choice:
+        """As `choose`, for a piece whose factors can be had at once: its buffers are never there for all records."""
         records, ways = len(piece), piece.ways()
         if not ways or not records:
-            return "", [slice(0, records)]
-        small = {way: replace(cost, held=min(cost.held, CHUNK_BYTES)) for way, cost in ways.items()}
+            return Choice("", _written_bytes(piece, parameter), [slice(0, records)])
+        least = min(ways, key=lambda way: ways[way].held)
+        small = {
+            way: replace(cost, held=min(cost.held, CHUNK_BYTES))
+            for way, cost in ways.items()
+            if way == least or (cost.held - ways[least].held) / records <= self.memory_cap
+        }
         way = self._fastest(piece, small, parameter)
-        size = max(1, int(CHUNK_BYTES // (ways[way].held / records)))
-        if way == min(ways, key=lambda name: ways[name].held):
-            size = records
-        return way, [slice(first, min(first + size, records)) for first in range(0, records, size)]
+        size = records if way == least else max(1, int(self.chunk_bytes // (ways[way].held / records)))
+        chunks = [slice(first, min(first + size, records)) for first in range(0, records, size)]
+        return Choice(way, ways[way].held, chunks)
 
     def save(self, path: str | Path) -> None:
         """Write what timing has taught this process, for `load` in another."""
@@ -146,6 +165,10 @@ def _measured(piece: Piece, way: str, parameter: Tensor) -> float:
         _wait(parameter)
         best = min(best, time.perf_counter() - begin)
     return best
+
+
+def _written_bytes(piece: Piece, parameter: Tensor) -> float:
+    return float(len(piece) * parameter.numel() * parameter.element_size())
 
 
 def _wait(parameter: Tensor) -> None:

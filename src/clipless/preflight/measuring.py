@@ -82,7 +82,7 @@ class _Meter(Receiver):
 
     def _norms_and_sum(self, part: Part, name: str, uses: list[Piece]) -> None:
         piece = combine(uses)
-        piece = formed(piece, self._tuner.way(piece, self._parameters[name]))
+        piece = formed(piece, self._tuner.choose(piece, self._parameters[name]).way)
         weighted_sum(piece, torch.ones_like(piece.sq_norms), like=self._parameters[name])
         self.costs.setdefault(name, Cost()).bytes = held_bytes(piece)
 
