@@ -40,7 +40,7 @@ class Receiver:
             return
         args, kwargs, kept = call.rebuild(tensors)
         use = Use(call.module, args, kwargs, call.dims, call.out_dims, tuple(call.wanted), part.records, kept)
-        grads = tuple(grad.movedim(dim or 0, 0) for grad, dim in zip(grads, call.out_dims, strict=True))
+        grads = tuple(grad.movedim(dim, 0) if dim else grad for grad, dim in zip(grads, call.out_dims, strict=True))
         self.busy = True
         try:
             pieces = self.rules[call.name](use, grads)

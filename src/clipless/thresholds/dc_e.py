@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from clipless.thresholds.histogram import Histogram
 from clipless.thresholds.policy import LEAST, MOST, Setting, State, shared_out
 
-CANDIDATES = torch.arange(1, 21, dtype=torch.float64) / 10
+# Arrays of numpy: a call of torch takes longer than all that is computed here for a group.
+Floats = npt.NDArray[np.float64]
+CANDIDATES = np.arange(1, 21) / 10
 MOST_ROUNDS = 64
 
 
@@ -26,29 +29,28 @@ class DCE(Histogram):
         return {"thresholds": start, "range": start.double() * self.bins}
 
     def update(self, state: State, released: Tensor | None, setting: Setting) -> State:
-        noised = self.counts(released, setting)
-        counts, middles = noised.clamp(min=0), self.middles(state)
-        thresholds, ranges = state["thresholds"].clone(), state["range"].clone()
+        state = {name: value.clone() for name, value in state.items()}
+        noised, middles = self.counts(released, setting).numpy(), self.middles(state).numpy()
+        thresholds, ranges = state["thresholds"].numpy(), state["range"].numpy()
         for g in range(setting.groups):
             if noised[g].sum() <= 0:
                 continue
             cost = setting.gradient_multiplier**2 * setting.noise_dimensions[g] / setting.expected_batch**2
-            thresholds[g] = best_threshold(counts[g], middles[g], float(thresholds[g]), cost)
-            ranges[g] = (ranges[g] * rescaled(noised[g])).clamp(LEAST, MOST)
-        return {"thresholds": thresholds, "range": ranges}
+            thresholds[g] = best_threshold(noised[g].clip(min=0), middles[g], float(thresholds[g, 0]), cost)
+            ranges[g] = min(max(float(ranges[g, 0]) * rescaled(noised[g]), LEAST), MOST)
+        return state
 
 
-def expected_error(candidates: Tensor, counts: Tensor, middles: Tensor, cost: float) -> Tensor:
+def expected_error(candidates: Floats, counts: Floats, middles: Floats, cost: float) -> Floats:
     """E(C) for each candidate: `cost`·C² of noise and the mean square of what clipping cuts off."""
-    cut = (middles - candidates.unsqueeze(1)).clamp(min=0).square()
-    return cost * candidates.square() + (cut @ counts) / counts.sum()
+    cut = np.maximum(middles - candidates[:, None], 0.0)
+    return cost * candidates**2 + (cut * cut) @ counts / counts.sum()
 
 
-def best_threshold(counts: Tensor, middles: Tensor, threshold: float, cost: float) -> float:
+def best_threshold(counts: Floats, middles: Floats, threshold: float, cost: float) -> float:
     """The candidate with the least expected error, searched outwards from the present threshold.
 
-    >>> norms = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    >>> round(best_threshold(norms[0].double(), norms[1], threshold=10.0, cost=0.5), 6)
+    >>> round(best_threshold(np.array([0.0, 0.0, 1.0]), np.array([1.0, 2.0, 3.0]), threshold=10.0, cost=0.5), 6)
     2.0
     """
     for _ in range(MOST_ROUNDS):
@@ -60,7 +62,7 @@ def best_threshold(counts: Tensor, middles: Tensor, threshold: float, cost: floa
     return threshold
 
 
-def rescaled(counts: Tensor) -> float:
+def rescaled(counts: Floats) -> float:
     """The factor by which the range of a histogram should change: 2, ½ or 1."""
     total, bins = float(counts.sum()), len(counts)
     if float(counts[-1]) >= 0.5 * total:

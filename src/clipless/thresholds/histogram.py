@@ -38,9 +38,9 @@ class Histogram(Fixed):
 
     def observe(self, state: State, norms: Tensor) -> Tensor | None:
         places = norms.double() * self.bins / state["range"].to(norms.device)
-        bins = torch.where(places.isfinite(), places, torch.inf).clamp(0, self.bins - 1).floor().long()
+        bins = places.nan_to_num_(nan=self.bins, posinf=self.bins).clamp_(0, self.bins - 1).long()
         counts = torch.zeros(len(norms), self.bins, dtype=torch.float64, device=norms.device)
-        counts.scatter_add_(1, bins, torch.ones_like(bins, dtype=torch.float64))
+        counts.scatter_add_(1, bins, counts.new_ones(()).expand(bins.shape))
         return counts / len(norms) ** 0.5
 
     def counts(self, released: Tensor | None, setting: Setting) -> Tensor:

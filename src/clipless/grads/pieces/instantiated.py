@@ -15,14 +15,14 @@ class Instantiated(NoChoice):
         self.grads = grads
 
     def __len__(self) -> int:
-        return len(self.grads)
+        return self.grads.shape[0]
 
     @cached_property
     def sq_norms(self) -> Tensor:
         return sq_norm(self.grads)
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
-        flat, line = self.grads.reshape(len(self.grads), -1), total.view(-1)
+        flat, line = self.grads.reshape(self.grads.shape[0], -1), total.view(-1)
         torch.addmv(line, flat.mT, factors.to(flat.dtype), beta=beta, out=line)
 
     def per_record(self) -> Tensor:

@@ -39,7 +39,7 @@ class OuterProducts:
         self.acts, self.grads, self._twin = acts, grads, twin  # [b,t,i] [b,t,o]
 
     def __len__(self) -> int:
-        return len(self.acts)
+        return self.acts.shape[0]
 
     @cached_property
     def sq_norms(self) -> Tensor:

@@ -39,7 +39,7 @@ class Use:
         arguments = (self.args, dict(self.kwargs))
         known = plain_tensors(arguments)
         tensors = known or [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, self.dims, strict=True)]
+        moved = [t.movedim(dim, 0) if dim else t for t, dim in zip(tensors, self.dims, strict=True)]
         return [at_least_float32(t) if t.is_floating_point() else t for t in moved]
 
     @property
@@ -120,6 +120,8 @@ def parametrized(module: nn.Module) -> bool:
 
 def at_least_float32(tensor: Tensor) -> Tensor:
     """The tensor in a type in which sums over positions are safe."""
+    if tensor.dtype is torch.float32 or tensor.dtype is torch.float64:
+        return tensor
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
