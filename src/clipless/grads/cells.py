@@ -50,6 +50,7 @@ class Cell:
 
     `extra` and `cell_state`: whether it has these. `own_share`: whether the gradients of the hidden state's share of the
     gates differ from those of the input's. `carries`: whether the state reaches the next one other than by the gates.
+    `doubled`: the number of the gate whose share `step` wants twice, if there is one.
     """
 
     step: Callable[[Weights, Moment], None]
@@ -58,6 +59,17 @@ class Cell:
     cell_state: bool = False
     own_share: bool = False
     carries: bool = False
+    doubled: int | None = None
+
+    def prepared(self, weights: Weights) -> Weights:
+        """The weights that `step` is given, and that the input's share of the gates is computed with."""
+        if self.doubled is None:
+            return weights
+        width = weights.hh.shape[0] // 4
+        factors = torch.ones_like(weights.hh[:, :1])
+        factors[self.doubled * width : (self.doubled + 1) * width] = 2
+        bias_ih, bias_hh = (b if b is None else b * factors[:, 0] for b in (weights.bias_ih, weights.bias_hh))
+        return Weights(weights.ih * factors, weights.hh * factors, bias_ih, bias_hh, weights.hr)
 
     def input_bias(self, weights: Weights) -> Tensor | None:
         """What is added to the input's share of the gates for all positions at once."""
@@ -86,16 +98,14 @@ def _relu_back(at: Moment, slopes: Slopes) -> None:
 
 
 def _lstm_step(weights: Weights, at: Moment) -> None:
-    """`extra` is tanh of the new cell state."""
+    """`extra` is tanh of the new cell state. The third gate is left as half of its value and a half: tanh x = 2 sigmoid 2x
+    - 1, so that one call in several threads does for all gates."""
     assert at.c is not None
     assert at.new_c is not None
     assert at.extra is not None
-    at.gates.addmm_(at.h, weights.hh.t())
-    write, forget, value, show = at.gates.chunk(4, 1)
-    at.gates[:, : 2 * write.shape[1]].sigmoid_()
-    _tanh_of_block(value)
-    show.sigmoid_()
-    torch.mul(write, value, out=at.new_c).addcmul_(forget, at.c)
+    at.gates.addmm_(at.h, weights.hh.t()).sigmoid_()
+    write, forget, half, show = at.gates.chunk(4, 1)
+    torch.mul(forget, at.c, out=at.new_c).addcmul_(write, half, value=2).sub_(write)
     torch.tanh(at.new_c, out=at.extra)
     torch.mul(show, at.extra, out=at.new_h)
 
@@ -104,16 +114,17 @@ def _lstm_back(at: Moment, slopes: Slopes) -> None:
     assert at.c is not None
     assert at.extra is not None
     assert slopes.c is not None
-    write, forget, value, show = at.gates.chunk(4, 1)
+    write, forget, half, show = at.gates.chunk(4, 1)
     of_shown = slopes.h * show
     slopes.c.add_(_tanh_backward(of_shown, at.extra, grad_input=of_shown))
-    _sigmoid_backward(slopes.h * at.extra, show, grad_input=show)
-    of_write_and_forget = torch.cat([slopes.c * value, slopes.c * at.c], 1)
-    of_value = slopes.c * write
+    of_gates = torch.empty_like(at.gates)
+    of_write, of_forget, of_value, of_show = of_gates.chunk(4, 1)
+    torch.addcmul(slopes.c, slopes.c, half, value=-2, out=of_write).neg_()
+    torch.mul(slopes.c, at.c, out=of_forget)
+    torch.mul(slopes.c, write, out=of_value).mul_(4)
+    torch.mul(slopes.h, at.extra, out=of_show)
     slopes.c.mul_(forget)
-    write_and_forget = at.gates[:, : 2 * write.shape[1]]
-    _sigmoid_backward(of_write_and_forget, write_and_forget, grad_input=write_and_forget)
-    _tanh_backward(of_value, value, grad_input=value)
+    _sigmoid_backward(of_gates, at.gates, grad_input=at.gates)
 
 
 def _gru_step(weights: Weights, at: Moment) -> None:
@@ -157,7 +168,7 @@ _threshold_backward = torch.ops.aten.threshold_backward.grad_input
 CELLS = {
     "rnn_tanh": Cell(_tanh_step, _tanh_back),
     "rnn_relu": Cell(_relu_step, _relu_back),
-    "lstm": Cell(_lstm_step, _lstm_back, extra=True, cell_state=True),
+    "lstm": Cell(_lstm_step, _lstm_back, extra=True, cell_state=True, doubled=2),
     "gru": Cell(_gru_step, _gru_back, extra=True, own_share=True, carries=True),
 }
 

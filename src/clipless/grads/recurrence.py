@@ -65,6 +65,8 @@ class Trace(NamedTuple):
             future if self.unprojected is None else self.unprojected.unbind(0),
             old if self.backwards else new,
         )
+        if min(sizes, default=0) == self.x.shape[1]:
+            return [Moment(*parts) for parts in zip(*columns, strict=True)]
         return [Moment(*(_first(n, part) for part in parts)) for n, *parts in zip(sizes, *columns, strict=True)]
 
 
@@ -136,8 +138,9 @@ def back(
 
 def _forward(cell: Cell, weights: Weights, x: Tensor, start: State, sizes: list[int], backwards: bool) -> Trace:
     t, b, _ = x.shape
-    bias, rows = cell.input_bias(weights), x.flatten(0, 1)
-    gates = rows @ weights.ih.t() if bias is None else torch.addmm(bias, rows, weights.ih.t())
+    prepared, rows = cell.prepared(weights), x.flatten(0, 1)
+    bias = cell.input_bias(prepared)
+    gates = rows @ prepared.ih.t() if bias is None else torch.addmm(bias, rows, prepared.ih.t())
     width = start[-1].shape[1]  # o
     trace = Trace(
         weights,
@@ -156,7 +159,7 @@ def _forward(cell: Cell, weights: Weights, x: Tensor, start: State, sizes: list[
     for position in trace.order:
         n, past, future = sizes[position], position + backwards, position + (not backwards)
         moment = moments[position]
-        cell.step(weights, moment)
+        cell.step(prepared, moment)
         if weights.hr is not None:
             torch.mm(moment.new_h, weights.hr.t(), out=trace.hidden[future, :n])
         if n < b:
@@ -194,4 +197,4 @@ def _back(cell: Cell, trace: Trace, grad: Tensor | None, final: State, sizes: li
 
 def _first(n: int, part: Any) -> Any:
     """The first n records, with no slice taken if these are all: it would cost a tenth of a small computation."""
-    return part if part is None or len(part) == n else part[:n]
+    return part if part is None or part.shape[0] == n else part[:n]
