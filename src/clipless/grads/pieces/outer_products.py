@@ -11,6 +11,7 @@ from torch import Tensor
 
 from clipless.grads.pieces.instantiated import Instantiated
 from clipless.grads.pieces.piece import Cost, Piece, kept, scaled, sq_norm
+from clipless.grads.pieces.scratch import empty
 
 CANCELLATION = 1024.0
 ROUNDING = 8.0
@@ -58,7 +59,8 @@ class OuterProducts:
         torch.addmm(total, grads.flatten(0, 1).mT, acts.flatten(0, 1), beta=beta, out=total)
 
     def per_record(self) -> Tensor:
-        return self.grads.mT @ self.acts  # [b,o,i]
+        b, _, o = self.grads.shape
+        return torch.bmm(self.grads.mT, self.acts, out=empty((b, o, self.acts.shape[2]), self.acts))  # [b,o,i]
 
     def keep(self, mask: Tensor) -> "OuterProducts":
         return OuterProducts(kept(self.acts, mask), kept(self.grads, mask))

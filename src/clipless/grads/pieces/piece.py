@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from clipless.grads.pieces.scratch import empty
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -92,4 +94,5 @@ def kept(rows: Tensor, mask: Tensor) -> Tensor:
 
 def scaled(rows: Tensor, factors: Tensor) -> Tensor:
     """Every row times its factor."""
-    return rows * factors.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
+    factors = factors.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
+    return torch.mul(rows, factors, out=empty(rows.shape, rows)) if rows.is_contiguous() else rows * factors

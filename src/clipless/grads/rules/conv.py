@@ -14,6 +14,7 @@ from clipless.grads.pieces import (
     OuterProducts,
     Piece,
     Rearranged,
+    empty,
     kept,
     product_ways,
     scaled,
@@ -132,7 +133,8 @@ class Correlation:
         moves = [step * stride for step, stride in zip(steps, module.stride, strict=True)]
         inner = [step * dilation for step, dilation in zip(steps, module.dilation, strict=True)]
         shape = (b, *sizes, *module.kernel_size, channels)
-        return seen.as_strided(shape, (record, *moves, *inner, one)).reshape(b, math.prod(sizes), -1)
+        patches = empty(shape, seen).copy_(seen.as_strided(shape, (record, *moves, *inner, one)))
+        return patches.view(b, math.prod(sizes), -1)
 
     def _weight_gradient(self, acts: Tensor, grads: Tensor, groups: int, copies: int) -> Tensor:
         out, *kernel = self.module.weight.shape
