@@ -16,6 +16,8 @@ from clipless.noise.threads import share
 BLOCK = 2**18
 # Numbers drawn and added at a time: they stay in the cache, and are too few for torch to call in threads of its own.
 PIECE = 2**15
+# A CPU generator's state, as it is when nothing has been drawn yet.
+_STATE = torch.Generator().get_state().numpy()
 
 
 class TorchNoise:
@@ -113,7 +115,8 @@ def mersenne_state(place: str) -> Tensor:
 
     `manual_seed` on the CPU keeps 32 bits only: among a hundred thousand steps two would soon share their noise.
     """
-    state = torch.Generator().get_state().numpy()
-    words = state[24 : 24 + 624 * 8].view(np.uint64)
-    words[:] = np.frombuffer(hashlib.shake_256(place.encode()).digest(624 * 4), np.uint32)
+    state = _STATE.copy()
+    state[24 : 24 + 624 * 8].view(np.uint64)[:] = np.frombuffer(
+        hashlib.shake_256(place.encode()).digest(624 * 4), np.uint32
+    )
     return torch.from_numpy(state)
