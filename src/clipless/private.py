@@ -159,7 +159,7 @@ class Private:
         """Remove every hook: model and optimizer are ordinary again, and no longer private. A second call does nothing."""
         if not self._handles:
             return
-        self._engine.tape.detach()
+        self._engine.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -51,10 +51,11 @@ def caption(result: BenchResult) -> str:
 
 
 def where(result: BenchResult) -> str:
-    """The machine and the day."""
+    """The machine and the day, and how its memory allocator was set, if that was not left to itself."""
     machine = result.machine
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items() if number)
-    return f"{machine['cpu']}, {machine['threads']} threads, {versions}, {result.date[:10]}"
+    allocator = "".join(f", {name}={value}" for name, value in machine.get("allocator", {}).items())
+    return f"{machine['cpu']}, {machine['threads']} threads, {versions}{allocator}, {result.date[:10]}"
 
 
 def _title(way: str) -> str:

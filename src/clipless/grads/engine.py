@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from clipless.grads.buffers import Buffers
 from clipless.grads.frames import Part
-from clipless.grads.pieces import Piece, combine, formed
+from clipless.grads.pieces import Piece, combine, forget, formed
 from clipless.grads.receiver import Receiver
 from clipless.grads.tape import Tape
 from clipless.grads.tuner import Tuner
@@ -47,6 +47,11 @@ class Engine:
         """Forget the sums: a new logical batch begins."""
         self.sums, self.seen = {}, 0
         self.tape.open(None)
+
+    def close(self) -> None:
+        """Take the hooks off the model, and give back the memory that was kept for further steps."""
+        self.tape.detach()
+        forget()
 
     def complete(self) -> dict[str, Tensor]:
         """The sum of every parameter, to be turned into what is released: zeros for those that no record reached."""

@@ -6,7 +6,7 @@ from clipless.grads.pieces.outer_products import OuterProducts, product_ways
 from clipless.grads.pieces.piece import Cost, NoChoice, Piece, formed, kept, scaled, sq_norm, weighted_sum
 from clipless.grads.pieces.rearranged import Rearranged
 from clipless.grads.pieces.scattered import Scattered
-from clipless.grads.pieces.scratch import empty
+from clipless.grads.pieces.scratch import empty, forget
 from clipless.grads.pieces.tied import Tied
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Tied",
     "combine",
     "empty",
+    "forget",
     "formed",
     "kept",
     "product_ways",
