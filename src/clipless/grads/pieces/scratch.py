@@ -13,7 +13,7 @@ from torch import Tensor
 
 # Buffers from this size on are kept, and given to whoever needs at least two thirds of one.
 LARGE = 2**20
-KEPT = 192 * 2**20
+KEPT = 96 * 2**20
 SLACK = 1.5
 
 _BUFFERS: list[Tensor] = []
@@ -23,6 +23,7 @@ _LOCK = Lock()
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """An uninitialised tensor of this shape, of the type and on the device of another.
 
+    >>> forget()
     >>> first = empty((1024, 1024), torch.zeros(()))
     >>> place = first.data_ptr()
     >>> second = empty((1024, 1024), torch.zeros(()))
