@@ -44,7 +44,7 @@ def caption(result: BenchResult) -> str:
     """What the numbers are, and where they come from."""
     notes = sorted({f"{way}: {each.note}" for m in result.models.values() for way, each in m.ways.items() if each.note})
     return (
-        "Time of a training step (forward, backward, noise, optimizer) over plain training, ratio of minima of "
+        "Time of a training step (forward, backward, noise, optimizer) over plain training, ratio of minima of at least "
         f"{result.settings['rounds']} interleaved rounds; memory is the peak of the whole process over that of plain "
         f"training. {where(result)}." + "".join(f" {_title(note)}." for note in notes)
     )

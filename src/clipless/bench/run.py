@@ -1,6 +1,7 @@
 """One benchmark run from top to bottom: times of every model, memory, scaling curves."""
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,8 @@ from clipless.errors import InvalidArgument, named, whole
 HELD_PARAMETERS = 100_000_000
 HELD_AT_LEAST = 4
 DIGITS = 4
+# Plain training takes at least so many milliseconds in all.
+PLAIN_MS = 2000.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def _total(settings: Settings, pilots: Mapping[str, Pilot]) -> float:
     """All there is to do, in milliseconds of plain training."""
     ways = len(settings.ways)
     steps = sum(
-        each.step_ms * settings.rounds * (ways + len(groups(settings.ways, each.parameters)))
+        each.step_ms * rounds_of(settings, each) * (ways + len(groups(settings.ways, each.parameters)))
         for each in pilots.values()
     )
     processes = sum(each.process_ms(memory.STEPS) * (ways + 1) for each in pilots.values())
@@ -104,7 +107,7 @@ def measure(settings: Settings, name: str, size: Pilot, work: Work) -> ModelResu
     problem, load = settings.problem(name), machine.load_average()
     found: dict[str, WayResult] = {PLAIN: WayResult()}
     for group in groups(settings.ways, size.parameters):
-        timed_ways = _time(problem, group, settings, work.ticker(name, size.step_ms))
+        timed_ways = _time(problem, group, settings, rounds_of(settings, size), work.ticker(name, size.step_ms))
         plain = timed_ways.pop(PLAIN)
         every = found[PLAIN].ms + plain.ms
         found |= {PLAIN: replace(plain, ms=every, plain_ms=every)} | timed_ways
@@ -125,8 +128,13 @@ def groups(ways: Sequence[str], parameters: int) -> list[tuple[str, ...]]:
     return [tuple(ways[start : start + held]) for start in range(0, len(ways), held)] or [()]
 
 
+def rounds_of(settings: Settings, size: Pilot) -> int:
+    """The rounds of a model: those asked for, and more if its steps are short, among which few are undisturbed."""
+    return settings.rounds if settings.tiny else max(settings.rounds, math.ceil(PLAIN_MS / size.step_ms))
+
+
 def _time(
-    problem: Problem, group: Sequence[str], settings: Settings, tick: Callable[[str], None]
+    problem: Problem, group: Sequence[str], settings: Settings, rounds: int, tick: Callable[[str], None]
 ) -> dict[str, WayResult]:
     results: dict[str, WayResult] = {}
     runners: dict[str, Runner] = {}
@@ -135,13 +143,13 @@ def _time(
             started = start(way, problem)
             if isinstance(started, WayResult):
                 results[way] = started
-                for _ in range(settings.rounds):
+                for _ in range(rounds):
                     tick(way)
             else:
                 runners[way] = started
         interleave(runners, settings.warm_up - 1, settings.budget)
-        series = interleave(runners, settings.rounds, settings.budget, tick)
-        measured = {way: _result(runners[way], series[way], series[PLAIN], settings.rounds) for way in runners}
+        series = interleave(runners, rounds, settings.budget, tick)
+        measured = {way: _result(runners[way], series[way], series[PLAIN], rounds) for way in runners}
     finally:
         for runner in runners.values():
             runner.close()

@@ -41,7 +41,8 @@ def bench(
         str, typer.Option(help=f"short (auto-s, auto-s per-layer, dc-e), all, or some of {', '.join(CLIPLESS)}.")
     ] = "short",
     rounds: Annotated[
-        int | None, typer.Option(help="Timed steps of every way, in turn. Default: 30, with --quick 3.")
+        int | None,
+        typer.Option(help="Timed steps of every way, in turn; more if they are short. Default: 30, with --quick 3."),
     ] = None,
     warm_up: Annotated[int, typer.Option(help="Steps of every way before the clock is looked at.")] = 3,
     threads: Annotated[int, typer.Option(help="Threads of torch, in every way the same.")] = 2,

@@ -90,7 +90,7 @@ class Layout:
 
     def dims(self, place: Place, shapes: Shapes, records: int) -> Dims:
         """For each tensor at the place the dimension along which its records lie, None if it carries none."""
-        known = self._dims.get(place, self._dims.get(place.first()))
+        known = self._dims[place] if place in self._dims else self._dims.get(place.first())
         if known is None or len(known) != len(shapes):
             return tuple(0 if len(shape) > 0 and shape[0] == records else None for shape in shapes)
         for shape, dim in zip(shapes, known, strict=True):
