@@ -7,6 +7,7 @@ this file together raise one in less than a million runs.
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -275,6 +276,23 @@ def test_records_are_drawn_at_the_rate_and_independently(source: NoiseSource, ra
 
 
 # Threads.
+
+
+def test_torch_computes_as_before_when_its_threads_were_sent_away(
+    source: NoiseSource, threads: Callable[[int], None]
+) -> None:
+    """OpenMP ends its threads for the time of a large release, and has them again afterwards, also in other threads."""
+    threads(2)
+    a = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
+    product, curve = a @ a, a.exp()
+    for _ in range(20):
+        list(source.release("gradient", 0, [torch.zeros(2**20 + 1)], [1.0]))
+        assert torch.equal(a @ a, product)
+        assert torch.equal(a.exp(), curve)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: list(source.release("gradient", 0, [torch.zeros(2**20 + 1)], [1.0]))).result()
+        assert torch.equal(pool.submit(lambda: a @ a).result(), product)
+    assert torch.equal(a @ a, product)
 
 
 def test_what_a_thread_raises_is_raised(threads: Callable[[int], None]) -> None:
