@@ -187,7 +187,16 @@ def test_gradients_live_where_the_sums_were_and_in_the_same_memory_at_every_step
     assert grads[0] == grads[1] == grads[2] == grads[3]
 
 
-@pytest.mark.parametrize("hold", [lambda grad: grad, lambda grad: grad[0], Tensor.detach, Tensor.numpy])
+def sent(grad: Tensor) -> Tensor:
+    """What another process has that was sent the gradient: the same memory, of which no count of references tells."""
+    storage = torch.UntypedStorage._new_shared_fd_cpu(*grad.share_memory_().untyped_storage()._share_fd_cpu_())
+    return torch.empty(0).set_(storage, 0, grad.shape)
+
+
+HOLDERS = [lambda grad: grad, lambda grad: grad[0], Tensor.detach, Tensor.numpy, torch.from_dlpack, sent]
+
+
+@pytest.mark.parametrize("hold", HOLDERS)
 def test_a_gradient_that_somebody_holds_never_changes(hold: Callable[[Tensor], Any]) -> None:
     one = steps(SMALL["cnn"], FLAT)
     private = next(one)

@@ -12,7 +12,7 @@ import clipless
 from clipless import oracle
 from clipless.errors import InvalidArgument, InvalidType
 from clipless.grads import Tuner, as_tuner, tuner
-from clipless.grads.pieces import OuterProducts, Piece, Scattered, Tied, weighted_sum
+from clipless.grads.pieces import OuterProducts, Piece, Scattered, Tied, scratch, weighted_sum
 from clipless.grads.rules.conv import Correlation
 from problems import PROBLEMS, losses
 
@@ -139,8 +139,9 @@ WAYS = ("ghost", "written", "grouped", "one by one")
 
 @pytest.fixture(params=[(way, chunk) for way in WAYS for chunk in (1, tuner.CHUNK_BYTES)], ids=str)
 def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every piece takes this way if it can, and is clipped one record at a time or all at once."""
+    """Every piece takes this way if it can, and is clipped one record at a time or all at once, in buffers used again."""
     way, chunk = request.param
+    monkeypatch.setattr(scratch, "LARGE", 1)
     monkeypatch.setattr(tuner, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(Tuner, "_fastest", lambda self, piece, ways, parameter: way if way in ways else min(ways))
 

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import Tensor
 
+from clipless.grads.pieces.scratch import alone
+
 
 class Buffers:
     """Buffers for each parameter's sum, in at least float32.
@@ -38,10 +40,10 @@ class Buffers:
 
 
 def _free(held: list[Tensor], place: int, parameter: Tensor) -> bool:
-    """Whether nobody but us holds the buffer.
+    """Whether nobody but us holds the buffer: whoever does would see a sum without noise in it.
 
-    The object has two references, the list's and the call's, and its memory one tensor: a view would be another.
+    The object has two references, the list's and the call's. (On an accelerator memory always counts as shared; torch
+    itself uses it again there.)
     """
     fits = held[place].shape == parameter.shape and held[place].device == parameter.device
-    storage = held[place].untyped_storage()
-    return fits and sys.getrefcount(held[place]) == 2 and torch._C._storage_Use_Count(storage._cdata) == 2
+    return fits and sys.getrefcount(held[place]) == 2 and alone(held[place])

@@ -105,11 +105,10 @@ class Engine:
         norms = torch.stack([clip.norms for clip in self._clips if clip.norms is not None])
         everywhere = norms.isfinite().all(0)
         if not bool(everywhere.all()):
-            unknown = [
-                g for g in range(len(norms)) if g not in left and bool((norms[g].isfinite() & ~everywhere).any())
-            ]
+            clipped = [group for group in range(len(norms)) if group not in left]
+            stale = [group for group in clipped if bool((norms[group].isfinite() & ~everywhere).any())]
             norms = torch.where(everywhere, norms, torch.inf)
-            for group in unknown:
+            for group in stale:
                 self._again(group, norms[group])
         self._add(left, norms[left])
         self._observe(norms)

@@ -37,7 +37,7 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     if size < LARGE or like.device.type != "cpu":
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     with _LOCK:
-        fitting = [buffer for buffer in _BUFFERS if size <= buffer.nbytes <= SLACK * size and _free(buffer)]
+        fitting = [buffer for buffer in _BUFFERS if size <= buffer.nbytes <= SLACK * size and alone(buffer)]
         buffer = min(fitting, key=lambda buffer: buffer.nbytes) if fitting else _new(size)
         return buffer[:size].view(like.dtype).view(shape)
 
@@ -45,12 +45,12 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
 def forget() -> None:
     """Give everything back that is not in use."""
     with _LOCK:
-        _BUFFERS[:] = [buffer for buffer in _BUFFERS if not _free(buffer)]
+        _BUFFERS[:] = [buffer for buffer in _BUFFERS if not alone(buffer)]
 
 
 def _new(size: int) -> Tensor:
     """A new buffer, kept if there is room for it, for which unused ones have to go."""
-    for old in [buffer for buffer in _BUFFERS if _free(buffer)]:
+    for old in [buffer for buffer in _BUFFERS if alone(buffer)]:
         if sum(buffer.nbytes for buffer in _BUFFERS) + size <= KEPT:
             break
         _BUFFERS[:] = [buffer for buffer in _BUFFERS if buffer is not old]
@@ -60,6 +60,16 @@ def _new(size: int) -> Tensor:
     return buffer
 
 
-def _free(buffer: Tensor) -> bool:
-    """Whether no tensor but the buffer itself lies in its memory; the other reference is the one made here."""
-    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) == 2
+def alone(tensor: Tensor) -> bool:
+    """Whether no other tensor, in Python, in torch or in another process, lies in this one's memory.
+
+    Its storage has two references then: the tensor's and the one made here.
+
+    >>> one = torch.zeros(3)
+    >>> alone(one), [alone(one) for other in (one[:2], one.detach())]
+    (True, [False, False])
+    >>> alone(one.share_memory_())
+    False
+    """
+    count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count == 2 and tensor._use_count() == 1 and not tensor.is_shared()  # type: ignore[attr-defined]
