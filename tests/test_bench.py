@@ -22,10 +22,11 @@ from clipless.bench import arithmetic, chart, memory, opacus_ways, readme, resul
 from clipless.bench.memory import Memory
 from clipless.bench.problems import PROBLEMS, TINY_PROBLEMS, Problem
 from clipless.bench.results import FAILED, UNSUPPORTED, BenchResult, ModelResult, WayResult
-from clipless.bench.run import Settings, groups, start
+from clipless.bench.run import Settings, groups, rounds_of, start
 from clipless.bench.scaling import AXES, Curve
 from clipless.bench.timing import interleave, order
 from clipless.bench.ways import CLIPLESS, PLAIN, WAYS, Runner
+from clipless.bench.work import Pilot
 from clipless.cli import app
 from clipless.errors import InvalidArgument
 
@@ -308,6 +309,18 @@ def test_a_page_without_a_place_is_refused_and_left_alone(tmp_path: Path) -> Non
     with pytest.raises(InvalidArgument, match="end of speed"):
         readme.write(made_up(), page)
     assert page.read_text() == "no markers"
+
+
+def test_how_the_allocator_was_set_is_told_with_the_numbers() -> None:
+    assert "MALLOC" not in readme.where(made_up())
+    told = made_up(machine={**made_up().machine, "allocator": {"MALLOC_TRIM_THRESHOLD_": "8"}})
+    assert "torch 2.13.0, MALLOC_TRIM_THRESHOLD_=8, 2026-01-02" in readme.where(told)
+
+
+@pytest.mark.parametrize(("step_ms", "tiny", "rounds"), [(40.0, False, 50), (1000.0, False, 6), (40.0, True, 6)])
+def test_short_steps_are_timed_more_often(step_ms: float, tiny: bool, rounds: int) -> None:
+    settings = Settings(models=("mlp",), ways=(), rounds=6, tiny=tiny)
+    assert rounds_of(settings, Pilot(parameters=1, trainable=1, step_ms=step_ms)) == rounds
 
 
 @pytest.mark.parametrize("changes", [{"complete": False}, {"settings": {"rounds": 3, "tiny": True}}], ids=str)
