@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import clipless
 from clipless import InvalidArgument, Private
 from clipless.clipping import CLIPPINGS
-from clipless.noise import STREAMS, SecureNoise, TorchNoise
+from clipless.noise import STREAMS, SecureNoise, SeededNoise
+from clipless.noise.keystream import LONGEST
 from clipless.noise.secure_source import BLOCK, GRID_BITS, _Normals, grid
 
 SIZE, BATCH = 40, 8
@@ -133,7 +134,7 @@ def test_every_call_has_a_key_and_every_block_a_counter_of_its_own(used: list[tu
         for stream in STREAMS:
             list(one.normals(stream, 0, [torch.empty(2 * BLOCK + 1)]))
             list(one.release(stream, 0, [torch.zeros(3), torch.zeros(2 * BLOCK)], [1.0, 2.0]))
-            one.uniform(stream, 0, 3 * BLOCK)
+            one.uniform(stream, 0, 3 * LONGEST // 8)
     calls = 4 * 3 * 3
     keys = Counter(key for key, _, _ in used)
     assert len(keys) == calls
@@ -147,11 +148,11 @@ def test_every_call_has_a_key_and_every_block_a_counter_of_its_own(used: list[tu
 SHARING = """
 import copy, json, multiprocessing, os, pickle, sys
 import torch
-from clipless.noise import SecureNoise, TorchNoise
+from clipless.noise import SecureNoise, SeededNoise
 from torch.utils.data import DataLoader, Dataset
 
 torch.set_num_threads(2)
-SOURCE, SEEDED = SecureNoise(), TorchNoise(4)
+SOURCE, SEEDED = SecureNoise(), SeededNoise(4)
 MANY = [torch.empty(2**19)]
 
 def numbers(source=SOURCE):
@@ -327,7 +328,7 @@ def test_the_spacing_of_floats_tells_a_large_sum_from_a_small_one_and_not_here()
     """The attack by precision: around 1000 float32 numbers are 2**-14 apart, around 0 much closer. Noise does not hide
     that; a grid does. Half of what is on it is on twice the grid, whatever the sum, to 6 deviations: 2 in 10**9 runs."""
     small, large = torch.zeros(10_000), torch.full((10_000,), 1000.0)
-    naive_small, naive_large = TorchNoise(1).release("gradient", 0, [small, large], [1.0, 1.0])
+    naive_small, naive_large = SeededNoise(1).release("gradient", 0, [small, large], [1.0, 1.0])
     assert multiples(naive_large, 2.0**-14) == 1
     assert multiples(naive_small, 2.0**-14) < 0.01
     safe = list(SecureNoise().release("gradient", 0, [small, large], [1.0, 1.0]))
@@ -426,7 +427,7 @@ GENERATORS = [
     (torch, "randn"), (torch, "rand"), (torch, "normal"), (torch, "bernoulli"), (torch, "randint"), (torch, "randperm"),
     (torch, "randn_like"), (torch, "rand_like"), (torch, "Generator"), (np.random, "default_rng"),
     (np.random, "SeedSequence"), (np.random, "normal"), (np.random, "random"), (np.random, "rand"),
-    (TorchNoise, "normals"), (TorchNoise, "release"), (TorchNoise, "uniform"),
+    (SeededNoise, "normals"), (SeededNoise, "release"), (SeededNoise, "uniform"),
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import clipless
 from clipless.bench.problems import PROBLEMS, Problem, decoder, encoder, lora_encoder, words_of
 from clipless.grads import Tuner, tuner
-from clipless.noise import TorchNoise
+from clipless.noise import SeededNoise
 from clipless.preflight.measuring import held_bytes
 
 # The benchmark's models with fewer layers, words and records: the costs of a layer and a record stay what they are.
@@ -174,13 +174,13 @@ def test_gradients_live_where_the_sums_were_and_in_the_same_memory_at_every_step
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sums: list[list[int]] = []
-    release = TorchNoise.release
+    release = SeededNoise.release
 
-    def spied(source: TorchNoise, stream: str, step: int, values: list[Tensor], *rest: Any, **more: Any) -> Any:
+    def spied(source: SeededNoise, stream: str, step: int, values: list[Tensor], *rest: Any, **more: Any) -> Any:
         sums.append([value.data_ptr() for value in values])
         return release(source, stream, step, values, *rest, **more)
 
-    monkeypatch.setattr(TorchNoise, "release", spied)
+    monkeypatch.setattr(SeededNoise, "release", spied)
     one = steps(SMALL["cnn"], FLAT)
     grads = [[p.grad.data_ptr() for p in next(one)._engine.tape.parameters.values()] for _ in range(4)]
     assert grads == sums

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import clipless
 from clipless.accounting import joint_multiplier
 from clipless.clipping import CLIPPINGS, Clipping
-from clipless.noise import TorchNoise
+from clipless.noise import SeededNoise
 from clipless.plan import noise_stddevs
 from problems import PROBLEMS, losses
 
@@ -121,7 +121,7 @@ def test_what_is_released_is_the_statistic_with_its_noise(name: str, groups: str
     for step, (x, y) in enumerate(run.private.loader):
         norms = true_norms(run.model, x, y, len(plan.groups))
         truth = policy.observe(state, norms)
-        (noise,) = TorchNoise(3).normals("statistic", step, [truth])
+        (noise,) = SeededNoise(3).normals("statistic", step, [truth])
         F.cross_entropy(run.model(x), y).backward()
         run.optimizer.step()
         released = run.private.history["statistic"][step]
@@ -186,7 +186,7 @@ def test_an_all_empty_run_is_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -
     private = clipless.make_private(
         model, optimizer, data, noise_multiplier=1.0, delta=1e-5, batch_size=1, steps=12, clipping=name, seed=1
     )
-    monkeypatch.setattr(TorchNoise, "uniform", lambda self, stream, step, size: torch.ones(size))
+    monkeypatch.setattr(SeededNoise, "uniform", lambda self, stream, step, size: torch.ones(size))
     empty = 0
     for x, y in private.loader:
         empty += len(x) == 0

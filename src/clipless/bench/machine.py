@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from clipless.noise.normals import compiled
+
 
 def facts() -> dict[str, Any]:
     return {
@@ -18,6 +20,7 @@ def facts() -> dict[str, Any]:
         "system": platform.system(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("clipless", "torch", "opacus")},
+        "compiled_noise": compiled() is not None,
         "allocator": {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")},
         "torch_backend": {"mkl": torch.backends.mkl.is_available(), "mkldnn": torch.backends.mkldnn.is_available()},
     }

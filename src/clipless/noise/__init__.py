@@ -2,12 +2,12 @@
 
 from clipless.errors import named
 from clipless.noise.secure_source import SecureNoise
+from clipless.noise.seeded_source import SeededNoise
 from clipless.noise.source import STREAMS, NoiseSource
-from clipless.noise.torch_source import TorchNoise
 
-NOISE_SOURCES: dict[str, type[TorchNoise] | type[SecureNoise]] = {"torch": TorchNoise, "secure": SecureNoise}
+NOISE_SOURCES: dict[str, type[SeededNoise] | type[SecureNoise]] = {"torch": SeededNoise, "secure": SecureNoise}
 
-__all__ = ["NOISE_SOURCES", "STREAMS", "NoiseSource", "SecureNoise", "TorchNoise", "noise_source"]
+__all__ = ["NOISE_SOURCES", "STREAMS", "NoiseSource", "SecureNoise", "SeededNoise", "noise_source"]
 
 
 def noise_source(name: str, seed: int | None) -> NoiseSource:

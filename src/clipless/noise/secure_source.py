@@ -16,20 +16,18 @@ import torch
 from torch import Tensor
 
 from clipless.errors import InvalidArgument
-from clipless.noise.source import Span, blocks, released_dtype, released_into, stream_number, usable
-from clipless.noise.threads import share
+from clipless.noise.drawing import Span, hand_out
+from clipless.noise.keystream import SPARE, Keystream, keystreams, uniform
+from clipless.noise.source import released_dtype, released_into, stream_number, usable
 
 # Numbers made under one counter range: enough to make the share of Python small, few enough for the cache.
 BLOCK = 2**16
 Floats = npt.NDArray[np.float64]
-Bytes = npt.NDArray[np.uint8]
-Keystream = Callable[[Bytes, int], None]
 _ANGLES = (np.arange(2048, dtype=np.longdouble) + 0.5) * (np.arctan(np.longdouble(1)) / 256)
 DIRECTIONS = (np.cos(_ANGLES) + 1j * np.sin(_ANGLES)).astype(np.complex128)
 GRID_BITS = 6
 # For one pair of normals: 63 and 32 random bits for the radius, 64 for the angle.
 PAIR_BYTES = 20
-_ZEROS = memoryview(bytes(PAIR_BYTES * BLOCK // 2))
 
 
 class SecureNoise:
@@ -66,7 +64,7 @@ class SecureNoise:
         def write(span: Span, noise: Floats) -> None:
             flat[span.tensor][span.start : span.stop] = noise
 
-        _draw(stream, map(len, flat), write)
+        hand_out(map(len, flat), BLOCK, _drawer(stream), write)
         return (value.to(template.device) for value, template in zip(values, wanted, strict=True))
 
     def release(
@@ -94,19 +92,12 @@ class SecureNoise:
                 np.rint(noise, out=noise)
                 np.multiply(noise, step, out=flat[span.tensor][part], casting="same_kind")
 
-        _draw(stream, map(len, flat), write)
+        hand_out(map(len, flat), BLOCK, _drawer(stream), write)
         return (out if out is made else out.copy_(made) for out, made in zip(outs, here, strict=True))
 
     def uniform(self, stream: str, step: int, size: int) -> Tensor:
         stream_number(stream)
-        keystream = _keystreams()(0)
-        words = np.empty(BLOCK + 2, np.uint64)
-        values = np.empty(size)
-        for start in range(0, size, BLOCK):
-            part = values[start : start + BLOCK]
-            keystream(words.view(np.uint8), 8 * len(part))
-            np.multiply(words[: len(part)] >> np.uint64(11), 2.0**-53, out=part)
-        return torch.from_numpy(values)
+        return uniform(_keystreams()(0), size)
 
 
 def grid(stddev: float) -> float:
@@ -120,23 +111,21 @@ def grid(stddev: float) -> float:
     return math.ldexp(0.5, math.frexp(stddev)[1] - GRID_BITS)
 
 
-def _draw(stream: str, sizes: Iterable[int], write: Callable[[Span, Floats], None]) -> None:
-    """Hand float64 normals, span by span, to `write`, which may overwrite them; from several threads at once."""
+def _drawer(stream: str) -> Callable[[], Callable[[int, int], Floats]]:
+    """Standard normals in float64, from keystreams under one new key."""
     stream_number(stream)
-    keystreams = _keystreams()
+    streams = _keystreams()
 
-    def work(numbered: Iterator[tuple[int, list[Span]]]) -> None:
-        draw = _Normals()
-        for number, block in numbered:
+    def drawer() -> Callable[[int, int], Floats]:
+        make = _Normals()
+
+        def draw(number: int, count: int) -> Floats:
             with np.errstate(divide="raise", invalid="raise"):
-                noise = draw(keystreams(number), sum(stop - start for _, start, stop in block))
-            done = 0
-            for span in block:
-                count = span.stop - span.start
-                write(span, noise[done : done + count])
-                done += count
+                return make(streams(number), count)
 
-    share(list(enumerate(blocks(sizes, BLOCK))), work)
+        return draw
+
+    return drawer
 
 
 class _Normals:
@@ -149,7 +138,7 @@ class _Normals:
 
     def __init__(self) -> None:
         pairs = BLOCK // 2
-        self._bytes = np.empty(PAIR_BYTES * pairs + 16, np.uint8)
+        self._bytes = np.empty(PAIR_BYTES * pairs + SPARE, np.uint8)
         self._radius, self._angle, self._square, self._other = np.empty((4, pairs))
         self._turned = np.empty(pairs, np.complex128)
 
@@ -189,24 +178,5 @@ class _Normals:
 
 
 def _keystreams() -> Callable[[int], Keystream]:
-    """Keystreams under one new key, by number; each writes its next bytes into a buffer that has 16 to spare."""
-    try:
-        from cryptography.hazmat.primitives.ciphers import Cipher
-        from cryptography.hazmat.primitives.ciphers.algorithms import AES
-        from cryptography.hazmat.primitives.ciphers.modes import CTR
-    except ImportError as missing:
-        raise InvalidArgument(
-            "noise='secure' needs the package cryptography, which cannot be imported: pip install cryptography, or use "
-            "noise='torch'."
-        ) from missing
-    key = AES(os.urandom(32))
-
-    def keystream(number: int) -> Keystream:
-        cipher = Cipher(key, CTR(number.to_bytes(8) + bytes(8))).encryptor()
-
-        def write(buffer: Bytes, count: int) -> None:
-            cipher.update_into(_ZEROS[:count], buffer.data)
-
-        return write
-
-    return keystream
+    """Keystreams under one new key, by number."""
+    return keystreams(os.urandom(32))

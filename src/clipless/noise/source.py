@@ -1,8 +1,8 @@
-"""What a noise source promises, and how the numbers of a release are laid out."""
+"""What a noise source promises, and what is checked before it draws."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,35 +41,6 @@ class NoiseSource(Protocol):
 
     def uniform(self, stream: str, step: int, size: int) -> Tensor:
         """`size` numbers, uniform on [0, 1), with 53 random bits each."""
-
-
-class Span(NamedTuple):
-    """Consecutive elements of one flattened tensor."""
-
-    tensor: int
-    start: int
-    stop: int
-
-
-def blocks(sizes: Iterable[int], length: int) -> list[list[Span]]:
-    """The elements of all tensors, laid end to end and cut into blocks of `length`, the last one shorter.
-
-    >>> [[tuple(span) for span in block] for block in blocks([3, 0, 6], 4)]
-    [[(0, 0, 3), (2, 0, 1)], [(2, 1, 5)], [(2, 5, 6)]]
-    """
-    cut: list[list[Span]] = []
-    room = 0
-    for tensor, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            if not room:
-                cut.append([])
-                room = length
-            stop = min(size, start + room)
-            cut[-1].append(Span(tensor, start, stop))
-            room -= stop - start
-            start = stop
-    return cut
 
 
 def stream_number(stream: str) -> int:

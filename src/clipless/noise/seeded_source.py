@@ -1,0 +1,116 @@
+"""Noise from a seed: fast and repeatable, for experiments, tests and runs that must end bit for bit the same."""
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from clipless.errors import InvalidArgument, InvalidType
+from clipless.noise.drawing import Span, hand_out
+from clipless.noise.keystream import SPARE, keystreams, uniform
+from clipless.noise.normals import CHUNK, Floats, normals
+from clipless.noise.source import released_dtype, released_into, stream_number, usable
+
+# Numbers drawn from one keystream: blocks are drawn side by side in threads, and are the same whatever their number. So
+# many that threads seldom meet, each at the lock of the interpreter.
+BLOCK = 2**18
+
+
+class SeededNoise:
+    """A pure function of the seed, the stream and the step, without hidden state.
+
+    So an interrupted run continues with the numbers it would have had, however its batches were cut up or fetched
+    ahead. Numbers for tensors in main memory come from AES under a key that is a hash of the three, and are the same
+    on every machine; other devices use torch's own generator, there. Who knows or guesses the seed can subtract the
+    noise: leave it unset (it then comes from the operating system) wherever the result is published.
+    """
+
+    name = "torch"
+    replayable = True
+    seed: int | None
+
+    def __init__(self, seed: int | None = None) -> None:
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise InvalidType(f"seed must be an integer or None, got {seed!r}.")
+        if seed is not None and seed < 0:
+            raise InvalidArgument(f"seed must not be negative, got {seed}.")
+        self.seed = secrets.randbits(128) if seed is None else seed
+
+    def normals(self, stream: str, step: int, templates: Iterable[Tensor]) -> Iterator[Tensor]:
+        values = [torch.empty(template.shape, device=template.device) for template in templates]
+        flat = [_seen_by_numpy(value) for value in values]
+
+        def write(span: Span, noise: Floats) -> None:
+            flat[span.tensor][span.start : span.stop] = noise
+
+        hand_out(map(len, flat), BLOCK, _drawer(self._key(stream, step)), write)
+        for number, value in _elsewhere(values):
+            value.normal_(generator=self._generator(value.device, stream, step, number))
+        return iter(values)
+
+    def release(
+        self,
+        stream: str,
+        step: int,
+        values: Sequence[Tensor],
+        stddevs: Sequence[float],
+        into: Sequence[Tensor] | None = None,
+    ) -> Iterator[Tensor]:
+        outs = released_into(values, into)
+        flat = [_seen_by_numpy(out) for out in outs]
+        sums = [
+            _seen_by_numpy(value.to(released_dtype(value))) for value, _ in zip(values, usable(stddevs), strict=True)
+        ]
+
+        def write(span: Span, noise: Floats) -> None:
+            part = slice(span.start, span.stop)
+            noise *= stddevs[span.tensor]
+            np.add(sums[span.tensor][part], noise, out=flat[span.tensor][part])
+
+        hand_out(map(len, flat), BLOCK, _drawer(self._key(stream, step)), write)
+        for number, out in _elsewhere(outs):
+            noise = torch.empty(out.shape, device=out.device)
+            noise.normal_(generator=self._generator(out.device, stream, step, number))
+            torch.add(values[number].detach(), noise, alpha=stddevs[number], out=out)
+        return iter(outs)
+
+    def uniform(self, stream: str, step: int, size: int) -> Tensor:
+        return uniform(keystreams(self._key(stream, step))(0), size)
+
+    def _key(self, stream: str, step: int, *place: int) -> bytes:
+        """256 bits for one use, different for every other seed, stream, step and place."""
+        return hashlib.sha256(" ".join(map(str, (self.seed, stream_number(stream), step, *place))).encode()).digest()
+
+    def _generator(self, device: torch.device, stream: str, step: int, tensor: int) -> torch.Generator:
+        return torch.Generator(device).manual_seed(int.from_bytes(self._key(stream, step, tensor)[:8]))
+
+
+def _drawer(key: bytes) -> Callable[[], Callable[[int, int], Floats]]:
+    """Standard normals from the keystreams of that key."""
+    streams = keystreams(key)
+
+    def drawer() -> Callable[[int, int], Floats]:
+        words = np.empty(BLOCK + SPARE // 4, np.uint32)
+
+        def draw(number: int, count: int) -> Floats:
+            whole = -(-count // CHUNK) * CHUNK
+            streams(number)(words.view(np.uint8), 4 * whole)
+            return normals(words[:whole])
+
+        return draw
+
+    return drawer
+
+
+def _seen_by_numpy(tensor: Tensor) -> npt.NDArray[np.floating]:
+    """The elements in a row, for operations that need no threads of torch's; none of a tensor on another device."""
+    return (tensor.detach().reshape(-1) if tensor.device.type == "cpu" else torch.empty(0)).numpy()
+
+
+def _elsewhere(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """The tensors that are not in main memory, with their numbers."""
+    return ((number, tensor) for number, tensor in enumerate(tensors) if tensor.device.type != "cpu")
