@@ -13,6 +13,7 @@ from clipless import oracle
 from clipless.errors import InvalidArgument, InvalidType
 from clipless.grads import Tuner, as_tuner, tuner
 from clipless.grads.pieces import OuterProducts, Piece, Scattered, Tied, scratch, weighted_sum
+from clipless.grads.pieces.scratch import KEPT
 from clipless.grads.rules.conv import Correlation
 from problems import PROBLEMS, losses
 
@@ -78,15 +79,53 @@ def test_without_memory_the_thriftiest_way_is_taken(timed: bool) -> None:
     assert Tuner(timed, memory_cap=0).choose(piece, parameter).way == "ghost"
 
 
-def test_the_cap_holds_over_all_pieces_of_a_part_and_anew_for_the_next() -> None:
-    piece, parameter = outer(b=3, t=60, i=100, o=100)
+def taken(some: Tuner, piece: Piece, parameter: Tensor, count: int = 4) -> list[str]:
+    some.begin()
+    return [some.choose(piece, parameter).way for _ in range(count)]
+
+
+def test_faster_ways_get_a_third_of_the_cap_for_all_pieces_of_a_part_and_anew_for_the_next() -> None:
+    piece, parameter = outer(b=3, t=100, i=200, o=200)
     ways = piece.ways()
     extra = ways["written"].held - ways["ghost"].held
-    some = Tuner(memory_cap=int(2.5 * extra))
+    some = Tuner(memory_cap=int(3 * 2.5 * extra))
     for _ in range(2):
-        some.begin()
-        taken = [some.choose(piece, parameter).way for _ in range(4)]
-        assert taken == ["written", "written", "ghost", "ghost"]
+        assert taken(some, piece, parameter) == ["written", "written", "ghost", "ghost"]
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3])
+def test_what_norms_need_at_least_is_left_out_of_the_cap(room: int) -> None:
+    """Scratch memory and what will be kept of the layers that are still to come; the rest is for faster ways."""
+    piece, parameter = outer(b=30, t=100, i=200, o=200)
+    ways = piece.ways()
+    extra = ways["written"].held - ways["ghost"].held
+    expected = 100 * extra
+    some = Tuner(memory_cap=int(tuner.FRAGMENTS * (KEPT + expected) + (room + 0.5) * extra))
+    some.begin()
+    found = []
+    for _ in range(4):
+        some.expected = expected
+        found.append(some.choose(piece, parameter).way)
+    assert found == ["written"] * room + ["ghost"] * (4 - room)
+
+
+def test_a_cap_that_cannot_be_kept_is_told_once() -> None:
+    piece, parameter = outer(b=3, t=60, i=100, o=100)
+    some = Tuner(memory_cap=int(2.25 * piece.ways()["ghost"].held))
+    some.choose(piece, parameter)
+    with pytest.warns(UserWarning, match=r"more than the memory cap of 0 MiB.*microbatches"):
+        assert some.choose(piece, parameter).way == "ghost"
+    assert some.choose(piece, parameter).way == "ghost"
+    assert some.in_chunks(piece, parameter).way
+
+
+@pytest.mark.parametrize("cap", [None, 0])
+def test_neither_the_default_nor_the_least_is_complained_about(
+    cap: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "MEMORY_CAP", 1)
+    piece, parameter = outer(b=3, t=60, i=100, o=100)
+    assert taken(Tuner(memory_cap=cap), piece, parameter) == ["ghost"] * 4
 
 
 def test_chunks_cover_every_record_once_and_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,7 @@ class Engine:
         clip, parameter, piece = self._clips[group], self.tape.parameters[name], combine(uses)
         clip.waiting.discard(name)
         complete = not (clip.waiting or self.seen)
+        self._tuner.expected = part.tapped
         choice = self._tuner.in_chunks(piece, parameter) if complete else self._tuner.choose(piece, parameter)
         if len(self._clips) > 1 and not self.seen:
             clip.raw[name] = piece, choice.way

@@ -17,7 +17,8 @@ class Part:
     """Some records of a logical batch that go through forward and backward together, and what came back for them.
 
     `uses` counts the taps that the forward pass made for a parameter; `late` is set when a part of the model runs again in
-    the backward pass, where more of them may be made.
+    the backward pass, where more of them may be made. `tapped` are the bytes of the outputs that were tapped: about what
+    norms need, as as many bytes of gradients come back.
     """
 
     records: int
@@ -25,6 +26,7 @@ class Part:
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     arrived: set[str] = field(default_factory=set)
     late: bool = False
+    tapped: int = 0
     begun: bool = False
     done: bool = False
 

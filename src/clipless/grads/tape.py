@@ -279,6 +279,8 @@ class Tape:
             frame.out_dims = self._placed(place, shapes_of(output, floating=True), self.part.records, all)
         call = self._call(frame, args, kwargs)
         if isinstance(output, Tensor) and output.is_floating_point():
+            if self.part is not None:
+                self.part.tapped += output.nbytes
             return Tap.apply(self._anchor, call, output)[0]  # type: ignore[no-untyped-call]
         leaves, spec = pytree.tree_flatten(output)
         places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

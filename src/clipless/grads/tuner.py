@@ -9,6 +9,7 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,14 @@ from torch import Tensor
 
 from clipless.errors import InvalidArgument, InvalidType, named
 from clipless.grads.pieces import Cost, Piece
+from clipless.grads.pieces.scratch import KEPT
 
-MEMORY_CAP = 128 * 2**20
+# What private training may hold over plain training on its way to the factors: at most a third of it for ways that are
+# faster than the thriftiest, the rest for what those keep.
+MEMORY_CAP = 384 * 2**20
+FASTER = 1 / 3
+# What the allocator loses between buffers, measured.
+FRAGMENTS = 1.1
 # What is clipped at once is written out for so many bytes of records or groups at a time: they stay in the cache.
 CHUNK_BYTES = 24 * 2**20
 
@@ -57,20 +64,25 @@ class Choice(NamedTuple):
 
 
 class Tuner:
-    """Chooses a way for every piece, within `memory_cap` bytes of buffers over the thriftiest ways for all records.
+    """Chooses a way for every piece, so that private training takes at most `memory_cap` bytes more than plain training.
+
+    The thriftiest ways keep what the records' norms need until all are known, such as each layer's output gradient. If
+    that alone is more than a cap that was asked for, they are taken, and a warning says so; 0 asks for the thriftiest.
 
     `timed=True` times the ways instead of modelling them: faster on unusual machines or shapes, but a run is then
     repeatable to the last bit only where it takes the same ways (`save` and `load` carry them over).
     """
 
-    def __init__(self, timed: bool = False, memory_cap: int = MEMORY_CAP) -> None:
+    def __init__(self, timed: bool = False, memory_cap: int | None = None) -> None:
+        self._warns = bool(memory_cap)
+        memory_cap = MEMORY_CAP if memory_cap is None else memory_cap
         if isinstance(memory_cap, bool) or not isinstance(memory_cap, int):
             raise InvalidType(f"memory_cap must be a whole number of bytes, got {memory_cap!r}.")
         if memory_cap < 0:
             raise InvalidArgument(f"memory_cap must not be negative, got {memory_cap}.")
         self.timed = timed
         self.memory_cap = memory_cap
-        self._held = 0.0
+        self.begin()
 
     def __repr__(self) -> str:
         return f"Tuner(timed={self.timed}, memory_cap={self.memory_cap})"
@@ -78,11 +90,11 @@ class Tuner:
     @property
     def chunk_bytes(self) -> int:
         """The most that is written out at a time of what can be clipped at once."""
-        return min(CHUNK_BYTES, self.memory_cap)
+        return min(CHUNK_BYTES, int(FASTER * self.memory_cap))
 
     def begin(self) -> None:
-        """New records come: nothing is held for them yet."""
-        self._held = 0.0
+        """New records come: nothing is held for them yet. `expected` is what the thriftiest ways will hold at least."""
+        self.expected = self._faster = self._least = 0.0
 
     def choose(self, piece: Piece, parameter: Tensor) -> Choice:
         """The fastest way that fits under the cap beside what is held already, for all records together."""
@@ -90,10 +102,12 @@ class Tuner:
         if not ways:
             return Choice("", _written_bytes(piece, parameter), [everyone])
         least = min(cost.held for cost in ways.values())
-        left = self.memory_cap - self._held
+        self._keep(least)
+        room = self.memory_cap - self._needed(max(self._least, self.expected))
+        left = min(FASTER * self.memory_cap, room) - self._faster
         fitting = {way: cost for way, cost in ways.items() if cost.held - least <= max(left, 0)}
         way = self._fastest(piece, fitting, parameter)
-        self._held += ways[way].held - least
+        self._faster += ways[way].held - least
         return Choice(way, ways[way].held, [everyone])
 
     def in_chunks(self, piece: Piece, parameter: Tensor) -> Choice:
@@ -105,12 +119,28 @@ class Tuner:
         small = {
             way: replace(cost, held=min(cost.held, CHUNK_BYTES))
             for way, cost in ways.items()
-            if way == least or (cost.held - ways[least].held) / records <= self.memory_cap
+            if way == least or (cost.held - ways[least].held) / records <= FASTER * self.memory_cap
         }
         way = self._fastest(piece, small, parameter)
         size = records if way == least else max(1, int(self.chunk_bytes // (ways[way].held / records)))
         chunks = [slice(first, min(first + size, records)) for first in range(0, records, size)]
+        self._keep(ways[least].held)
         return Choice(way, ways[way].held, chunks)
+
+    def _needed(self, least: float) -> float:
+        """What is taken in any way, where the thriftiest ways hold so much."""
+        return FRAGMENTS * (min(KEPT, self.memory_cap / 3) + least)
+
+    def _keep(self, least: float) -> None:
+        """What the thriftiest way holds of a piece is held by any."""
+        self._least += least
+        if self._warns and self._needed(self._least) > self.memory_cap:
+            self._warns = False
+            warnings.warn(
+                f"exact norms of this batch need more than the memory cap of {self.memory_cap / 2**20:.0f} MiB, and take "
+                "it: give the batch in smaller parts (private.loader.microbatches) or raise memory_cap.",
+                stacklevel=2,
+            )
 
     def save(self, path: str | Path) -> None:
         """Write what timing has taught this process, for `load` in another."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 # Buffers from this size on are kept, and given to whoever needs at least two thirds of one.
 LARGE = 2**20
-KEPT = 96 * 2**20
+KEPT = 64 * 2**20
 SLACK = 1.5
 
 _BUFFERS: list[Tensor] = []
