@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
-PINNED := pyproject.toml constraints.txt hatch_build.py src/clipless/noise/normals.c
+PINNED := pyproject.toml constraints.txt hatch_build.py $(wildcard src/clipless/compiled/*.c)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test sweep figures bench models-page lint format clean

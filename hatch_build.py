@@ -1,6 +1,6 @@
-"""Compiles the fast form of src/clipless/noise/normals.py while the package is built, where there is a C compiler.
+"""Compiles src/clipless/compiled while the package is built, where there is a C compiler.
 
-Without one the package works just the same: numpy computes the same numbers, more slowly.
+Without one the package works just the same, more slowly.
 """
 
 import os
@@ -8,40 +8,51 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE, LIBRARY = "src/clipless/noise/normals.c", "src/clipless/noise/_normals.so"
-# Each operation rounds once: no contraction, and none of the liberties of -ffast-math.
-FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
+SOURCES, LIBRARY = "src/clipless/compiled", "src/clipless/compiled/_compiled.so"
+FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
+# Files that numpy must be able to repeat bit for bit: each operation rounds once, none are fused.
+EXACT = {"normals.c"}
 
 
-def compile_normals(source: Path, library: Path) -> str | None:
-    """Compile, or say why not."""
+def compile_all(sources: Path, library: Path) -> str | None:
+    """Compile the C files of a folder, or say why not."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if os.name != "posix" or shutil.which(compiler[0]) is None:
         return "there is no C compiler"
-    unfinished = library.with_suffix(".new")
-    done = subprocess.run(
-        [*compiler, *FLAGS, str(source), "-o", str(unfinished), "-lm"], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        unfinished.unlink(missing_ok=True)
-        return done.stderr or f"{compiler[0]} ended with {done.returncode}"
-    unfinished.replace(library)
-    return None
+    with tempfile.TemporaryDirectory() as folder:
+        objects, made = [], Path(folder, library.name)
+        for source in sorted(sources.glob("*.c")):
+            objects.append(str(Path(folder, source.name).with_suffix(".o")))
+            contract = f"-ffp-contract={'off' if source.name in EXACT else 'fast'}"
+            problem = run([*compiler, *FLAGS, contract, "-c", str(source), "-o", objects[-1]])
+            if problem:
+                return problem
+        problem = run([*compiler, "-shared", *objects, "-o", str(made), "-lm"])
+        if not problem:
+            shutil.move(made, library)
+        return problem
 
 
-class CompiledNoise(BuildHookInterface):
+def run(command: list[str]) -> str | None:
+    """Run, or say why not."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (done.stderr or f"{command[0]} ended with {done.returncode}") if done.returncode else None
+
+
+class Compiled(BuildHookInterface):
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, object]) -> None:
         root = Path(self.root)
         (root / LIBRARY).unlink(missing_ok=True)
-        problem = compile_normals(root / SOURCE, root / LIBRARY)
+        problem = compile_all(root / SOURCES, root / LIBRARY)
         if problem is not None:
-            self.app.display_warning(f"noise is not compiled, numpy will do: {problem}")
+            self.app.display_warning(f"nothing is compiled, numpy and torch will do: {problem}")
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from clipless.compiled import LIBRARY, SOURCES
 from clipless.noise import STREAMS, SeededNoise
 from clipless.noise import normals as transform
-from clipless.noise.normals import CHUNK, LIBRARY, Words, arithmetic, compiled
+from clipless.noise.normals import CHUNK, Words, arithmetic, compiled
 from clipless.noise.seeded_source import BLOCK
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +43,7 @@ def build() -> ModuleType:
 def fresh(build: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library, compiled now from the source as it stands."""
     library = tmp_path_factory.mktemp("build") / LIBRARY.name
-    assert build.compile_normals(LIBRARY.with_name("normals.c"), library) is None
+    assert build.compile_all(SOURCES, library) is None
     return library
 
 
@@ -183,21 +184,22 @@ def test_the_installed_package_uses_the_library() -> None:
 @needs_compiler
 def test_a_library_that_computes_anything_else_is_not_used(build: ModuleType, tmp_path: Path) -> None:
     """Each constant of the source in turn, a little off: the check at loading sees it."""
-    source = LIBRARY.with_name("normals.c").read_text()
+    source = (SOURCES / "normals.c").read_text()
     constants = ["0.12712307274341583f", "-0.25000298023223877f", "-0.5f", "0.6931471824645996f", "-2.0f",
                  "3.65729529994141e-10f", "0.008332748897373676f", "0.0416666641831398f", "0x3f3504f3u"]  # fmt: skip
     for number, constant in enumerate(constants):
         assert constant in source
         other = "0x3f400000u" if constant.startswith("0x") else f"({constant} * 1.00003f)"
-        changed, library = tmp_path / f"{number}.c", tmp_path / f"{number}.so"
-        changed.write_text(source.replace(constant, other))
-        assert build.compile_normals(changed, library) is None
+        changed, library = tmp_path / str(number), tmp_path / f"{number}.so"
+        shutil.copytree(SOURCES, changed, ignore=shutil.ignore_patterns("*.so"))
+        (changed / "normals.c").write_text(source.replace(constant, other))
+        assert build.compile_all(changed, library) is None
         assert compiled(library) is None, constant
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a library"], ids=["missing", "empty", "text"])
 def test_a_library_that_cannot_be_loaded_is_done_without(content: bytes | None, tmp_path: Path) -> None:
-    library = tmp_path / "_normals.so"
+    library = tmp_path / "_compiled.so"
     if content is not None:
         library.write_bytes(content)
     assert compiled(library) is None
@@ -206,7 +208,7 @@ def test_a_library_that_cannot_be_loaded_is_done_without(content: bytes | None, 
 @needs_compiler
 def test_a_library_without_the_function_is_done_without(build: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "other.c").write_text("int other(void) { return 1; }")
-    assert build.compile_normals(tmp_path / "other.c", tmp_path / "other.so") is None
+    assert build.compile_all(tmp_path, tmp_path / "other.so") is None
     assert compiled(tmp_path / "other.so") is None
 
 
@@ -215,6 +217,6 @@ def test_without_a_working_compiler_the_build_says_why_and_leaves_nothing(
     build: ModuleType, compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CC", compiler)
-    problem = build.compile_normals(LIBRARY.with_name("normals.c"), tmp_path / "out.so")
+    problem = build.compile_all(SOURCES, tmp_path / "out.so")
     assert problem
     assert list(tmp_path.iterdir()) == []

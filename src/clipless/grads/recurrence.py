@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from clipless.grads.cells import Cell, Moment, Slopes, Weights
+from clipless.grads.compiled_lstm import suited
 
 State = tuple[Tensor, ...]  # (h,), for an LSTM (h, c)
 
@@ -22,6 +23,7 @@ class Trace(NamedTuple):
     """What one layer in one direction remembers of its way forward. `hidden` and `cells` also hold the initial state, at
     the end if the direction is the reverse one."""
 
+    cell: Cell
     weights: Weights
     x: Tensor  # [t,b,i]
     gates: Tensor  # [t,b,g]
@@ -109,7 +111,6 @@ def forward(cell: Cell, layers: Sequence[Sequence[Weights]], x: Tensor, state: S
 
 
 def back(
-    cell: Cell,
     traces: Sequence[Trace],
     grad: Tensor | None,
     final: State,
@@ -126,7 +127,7 @@ def back(
         pair = traces[number : number + ways]
         shares = [None] * ways if grad is None else grad.chunk(ways, 2)
         ends = [tuple(part[number + way] for part in final) for way in range(ways)]
-        found = [_back(cell, *which, sizes, to_state) for which in zip(pair, shares, ends, strict=True)]
+        found = [_back(*which, sizes, to_state) for which in zip(pair, shares, ends, strict=True)]
         slopes[:0] = found
         grad = None
         if number or to_input:
@@ -138,11 +139,13 @@ def back(
 
 def _forward(cell: Cell, weights: Weights, x: Tensor, start: State, sizes: list[int], backwards: bool) -> Trace:
     t, b, _ = x.shape
+    cell = suited(cell, x)
     prepared, rows = cell.prepared(weights), x.flatten(0, 1)
     bias = cell.input_bias(prepared)
     gates = rows @ prepared.ih.t() if bias is None else torch.addmm(bias, rows, prepared.ih.t())
     width = start[-1].shape[1]  # o
     trace = Trace(
+        cell,
         weights,
         x,
         gates.view(t, b, -1),
@@ -170,10 +173,10 @@ def _forward(cell: Cell, weights: Weights, x: Tensor, start: State, sizes: list[
     return trace
 
 
-def _back(cell: Cell, trace: Trace, grad: Tensor | None, final: State, sizes: list[int], to_state: bool) -> Slope:
+def _back(trace: Trace, grad: Tensor | None, final: State, sizes: list[int], to_state: bool) -> Slope:
     """The gates are overwritten by their gradients: memory that is new in every step costs more than some of the maths."""
     trace = trace._replace(gates=trace.gates.data)  # no new version: a second backward is for the tape to refuse
-    b, weights, gates = trace.x.shape[1], trace.weights, trace.gates
+    b, cell, weights, gates = trace.x.shape[1], trace.cell, trace.weights, trace.gates
     hidden_gates = torch.empty_like(gates) if cell.own_share else gates
     projected = None if weights.hr is None else torch.empty_like(trace.before)
     state = tuple(part.clone() for part in final)

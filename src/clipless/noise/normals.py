@@ -1,12 +1,11 @@
 """Random words to standard normal numbers, in float32: the same numbers, bit for bit, on every machine.
 
 Box-Muller with polynomials for logarithm, sine and cosine, so that each step is an addition, a multiplication or a square
-root of float32, which all processors round alike. It is written down twice: here for numpy, and in normals.c, which
+root of float32, which all processors round alike. It is written down twice: here for numpy, and in compiled/normals.c, which
 does in one pass through the cache what takes fifty here. Where the package was built without a C compiler, or what it
 built does not agree, numpy does the work.
 """
 
-import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from clipless.compiled import COUNT, LIBRARY, POINTER, function
+
 Words = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
 # Words that are turned into numbers together: the first half gives radii, the second angles.
 CHUNK = 1024
-LIBRARY = Path(__file__).with_name("_normals.so")
 
 # log(1 + f) = f + f**2 times this, from the highest power, where 1 + f is between the roots of 1/2 and of 2.
 _LOG = (
@@ -95,15 +95,12 @@ def polynomial(coefficients: tuple[float, ...], x: Floats) -> Floats:
 @functools.cache
 def compiled(library: Path = LIBRARY) -> Callable[[Words], None] | None:
     """The transform from a compiled library, if there is one and it does what numpy does; else None."""
-    try:
-        function = ctypes.CDLL(str(library)).clipless_normals
-    except (OSError, AttributeError):
+    in_one_pass = function("clipless_normals", POINTER, COUNT, library=library)
+    if in_one_pass is None:
         return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    function.restype = None
 
     def transform(words: Words) -> None:
-        function(words.reshape(-1, CHUNK).ctypes.data, len(words))
+        in_one_pass(words.reshape(-1, CHUNK).ctypes.data, len(words))
 
     return transform if _agrees(transform) else None
 

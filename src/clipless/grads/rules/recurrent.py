@@ -38,7 +38,7 @@ def recurrent(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     final = _sorted(tuple(grad.to(dtype).transpose(0, 1) for grad in grads[1:]), order)  # [l,b,h]
     to_input, *to_states = kept.ahead.wanted
     how = {"to_input": to_input, "to_state": any(to_states)}
-    found = back(cell_of(module), kept.traces, grad, final, sequences.sizes(grad), **how)
+    found = back(kept.traces, grad, final, sequences.sizes(grad), **how)
     of_x = None if found.x is None else sequences.given(found.x)
     kept.ahead.grads = (of_x, *found.state) if found.state else (of_x, *[None] * len(to_states))
     pieces: dict[str, Piece] = {}
@@ -63,7 +63,7 @@ def recurrent_cell(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     flat = [getattr(module, name).detach().to(x.dtype) for name in ("weight_ih", "weight_hh", *biases)]
     cell, layers = cell_of(module), layers_of(flat, module.bias, depth=1, two_way=False)
     traces = forward(cell, layers, x, _stacked(state, x), [x.shape[1]]).traces
-    found = back(cell, traces, None, _stacked(grads, x), [x.shape[1]])
+    found = back(traces, None, _stacked(grads, x), [x.shape[1]])
     return _pieces(use, "", traces[0], found.slopes[0])
 
 

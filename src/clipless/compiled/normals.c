@@ -1,35 +1,9 @@
-/* Random words to standard normal numbers: the compiled form of `arithmetic` in normals.py, equal to it bit for bit.
+/* Random words to standard normal numbers: the compiled form of `arithmetic` in noise/normals.py, equal to it bit for bit.
 
    Every operation rounds once (no contraction to fused operations, see hatch_build.py), so the result depends on neither
    compiler nor processor. Constants and order of operations are those of normals.py; change both or none. */
 
-#include <float.h>
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#if FLT_EVAL_METHOD != 0
-#error "float operations must round to float"
-#endif
-
-/* One machine code for each kind of processor, chosen when the library is loaded. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_PROCESSOR
-#endif
-
-static inline float as_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint32_t as_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
+#include "processors.h"
 
 /* Box-Muller, in place: in every 2*HALF words, word i and word HALF+i become the coordinates of a normal point. */
 #define HALF 512
