@@ -203,6 +203,17 @@ def test_a_release_is_the_value_plus_noise_of_its_own_size(source: NoiseSource) 
         assert abs(float(noise.square().mean()) - 1) < bound * math.sqrt(2 / noise.numel()) + 1e-4
 
 
+def test_a_place_with_gaps_is_refused(source: NoiseSource) -> None:
+    """Noise written to a copy of it would leave the value as it is."""
+    place = torch.zeros(4, 6).t()
+    with pytest.raises(RuntimeError, match="view"):
+        list(source.release("gradient", 0, [place], [1.0], [place]))
+    (released,) = source.release("gradient", 0, [place], [1.0])
+    assert released.shape == place.shape
+    assert (released != 0).any()
+    assert (place == 0).all()
+
+
 @pytest.mark.parametrize("stddev", [0.0, -1.0, math.inf, math.nan])
 def test_noise_that_hides_nothing_is_refused(source: NoiseSource, stddev: float) -> None:
     with pytest.raises(InvalidArgument, match="must be positive and finite. Raise the clipping threshold"):

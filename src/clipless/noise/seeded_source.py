@@ -42,7 +42,7 @@ class SeededNoise:
 
     def normals(self, stream: str, step: int, templates: Iterable[Tensor]) -> Iterator[Tensor]:
         values = [torch.empty(template.shape, device=template.device) for template in templates]
-        flat = [_seen_by_numpy(value) for value in values]
+        flat = [_seen_by_numpy(value.view(-1)) for value in values]
 
         def write(span: Span, noise: Floats) -> None:
             flat[span.tensor][span.start : span.stop] = noise
@@ -61,9 +61,10 @@ class SeededNoise:
         into: Sequence[Tensor] | None = None,
     ) -> Iterator[Tensor]:
         outs = released_into(values, into)
-        flat = [_seen_by_numpy(out) for out in outs]
+        flat = [_seen_by_numpy(out.view(-1)) for out in outs]
         sums = [
-            _seen_by_numpy(value.to(released_dtype(value))) for value, _ in zip(values, usable(stddevs), strict=True)
+            here if value is out else _seen_by_numpy(value.to(released_dtype(value)).reshape(-1))
+            for here, out, value, _ in zip(flat, outs, values, usable(stddevs), strict=True)
         ]
 
         def write(span: Span, noise: Floats) -> None:
@@ -107,8 +108,8 @@ def _drawer(key: bytes) -> Callable[[], Callable[[int, int], Floats]]:
 
 
 def _seen_by_numpy(tensor: Tensor) -> npt.NDArray[np.floating]:
-    """The elements in a row, for operations that need no threads of torch's; none of a tensor on another device."""
-    return (tensor.detach().reshape(-1) if tensor.device.type == "cpu" else torch.empty(0)).numpy()
+    """For operations that need no threads of torch's; nothing of a tensor on another device."""
+    return (tensor.detach() if tensor.device.type == "cpu" else torch.empty(0)).numpy()
 
 
 def _elsewhere(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:

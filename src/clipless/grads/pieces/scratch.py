@@ -71,5 +71,6 @@ def alone(tensor: Tensor) -> bool:
     >>> alone(one.share_memory_())
     False
     """
-    count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count == 2 and tensor._use_count() == 1 and not tensor.is_shared()  # type: ignore[attr-defined]
+    storage = tensor.untyped_storage()
+    count = torch._C._storage_Use_Count(storage._cdata)
+    return count == 2 and tensor._use_count() == 1 and not storage.is_shared()  # type: ignore[attr-defined]
