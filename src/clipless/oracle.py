@@ -26,12 +26,15 @@ def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: s
         for g, members in enumerate(groups.members):
             squares = sum(grads[name].float().square().sum() for name in members)
             norms[g, b] = torch.as_tensor(squares).sqrt()
-        if not norms[:, b].isfinite().all():
+        norms[:, b] = norms[:, b].nan_to_num(nan=torch.inf, posinf=torch.inf)
+        finite = norms[:, b].isfinite()
+        if not finite.all() and not _finite(one_record(batch, b, records)):
+            finite[:] = False
             norms[:, b] = torch.inf
-            continue
         factors = how.rule(norms[:, b : b + 1], thresholds)
         for name, grad in grads.items():
-            sums[name] += factors[groups.group_of[name], 0].double() * grad.double()
+            if finite[groups.group_of[name]]:
+                sums[name] += factors[groups.group_of[name], 0].double() * grad.double()
     return ClippedSum({name: value.to(parameters[name].dtype) for name, value in sums.items()}, norms)
 
 
@@ -43,6 +46,12 @@ def one_record(batch: Any, record: int, records: int) -> Any:
         return leaf[record : record + 1] if per_record else leaf
 
     return pytree.tree_map(row, batch)
+
+
+def _finite(record: Any) -> bool:
+    """Whether all numbers of a record are."""
+    leaves = [leaf for leaf in pytree.tree_leaves(record) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return all(bool(leaf.isfinite().all()) for leaf in leaves)
 
 
 def _gradients(loss: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -111,6 +112,85 @@ def test_a_non_finite_record_contributes_nothing_and_changes_nothing(
     torch.testing.assert_close(dirty.norms[:, 1:], clean.norms)
     for key, grad in dirty.grads.items():
         torch.testing.assert_close(grad, clean.grads[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("groups", PARTITIONS)
+@pytest.mark.parametrize("first", [nn.Linear(6, 4), nn.Conv1d(1, 4, 6)], ids=["linear", "conv"])
+def test_data_that_are_not_finite_count_for_nothing_in_any_group(first: nn.Module, groups: str, bad: float) -> None:
+    """One infinite number is finite again after a tanh, so the record's gradient in the last layer would be."""
+    model = nn.Sequential(first, nn.Flatten(), nn.Tanh(), nn.Linear(4, 3))
+    x, y = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.arange(4) % 3
+    x = x.unsqueeze(1) if isinstance(first, nn.Conv1d) else x
+    how = clipless.auto_s(groups=PARTITIONS[groups])
+    clean = clipless.clipped_sum(model, losses, (x[1:], y[1:]), how)
+    x[0, ..., 2] = bad
+    dirty, slow = (which.clipped_sum(model, losses, (x, y), how) for which in (clipless, oracle))
+    assert (dirty.norms[:, 0] == math.inf).all()
+    torch.testing.assert_close(dirty.norms, slow.norms, rtol=1e-4, atol=1e-7)
+    for key, grad in dirty.grads.items():
+        torch.testing.assert_close(grad, clean.grads[key], rtol=1e-5, atol=1e-6)
+
+
+class Masked(nn.Module):
+    """Two layers and attention between positions, to which a mask of 0 and -inf is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        z = self.first(x).tanh()
+        return self.last(((z @ z.mT + mask.unsqueeze(1)).softmax(2) @ z).mean(1))
+
+
+class Biased(Masked):
+    """The mask also enters the module in which a parameter of its own is added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x, mask + self.bias)
+
+
+@pytest.mark.parametrize("model", [Masked, Biased])
+@pytest.mark.parametrize("groups", PARTITIONS)
+def test_infinite_numbers_in_a_mask_break_no_record(groups: str, model: type[Masked]) -> None:
+    mask = torch.zeros(4, 5).masked_fill(torch.arange(5) > torch.tensor([[4], [1], [2], [3]]), -math.inf)
+    batch = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(1)), mask, torch.arange(4) % 3
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(*batch[:2]), batch[2], reduction="none")
+
+    fast, slow = (
+        w.clipped_sum(Masked(), loss, batch, clipless.auto_s(groups=PARTITIONS[groups])) for w in (clipless, oracle)
+    )
+    assert slow.norms.isfinite().all()
+    torch.testing.assert_close(fast.norms, slow.norms, rtol=1e-4, atol=1e-7)
+    assert relative_error(fast, slow) <= 1e-4
+
+
+@pytest.mark.parametrize("groups", PARTITIONS)
+@pytest.mark.parametrize("clipping", RULES)
+def test_a_record_that_overflows_in_one_group_adds_nothing_there(clipping: str, groups: str) -> None:
+    """Its data are finite, and so is its gradient in the last layer; in the first one it passes all float32 squares."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    with torch.no_grad():
+        model[0].weight.fill_(0)
+    x, y = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.arange(4) % 3
+    x[2] = 1e30
+    how = clipping_for(clipping, groups, model)
+    fast, slow = (which.clipped_sum(model, losses, (x, y), how) for which in (clipless, oracle))
+    assert (~fast.norms.isfinite()).sum() == 1
+    assert groups == "flat" or fast.norms[:, 2].isfinite().any()
+    torch.testing.assert_close(fast.norms, slow.norms)
+    assert relative_error(fast, slow) <= 1e-5
+    rest = [0, 1, 3]
+    change = as_float64(fast) - as_float64(clipless.clipped_sum(model, losses, (x[rest], y[rest]), how))
+    assert float(change.norm()) <= float(sensitivity(how.start(len(fast.norms)))) * (1 + 1e-5)
 
 
 @given(data=st.data())

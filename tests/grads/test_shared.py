@@ -245,14 +245,15 @@ def test_agrees_with_the_oracle(make: Callable[[], nn.Module], clipping, groups:
         assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("groups", ["flat", "per-layer"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_a_non_finite_record_contributes_nothing(make: Callable[[], nn.Module]) -> None:
+def test_a_non_finite_record_contributes_nothing(make: Callable[[], nn.Module], groups: str) -> None:
     torch.manual_seed(0)
-    model = make()
+    model, how = make(), clipless.auto_s(groups=groups)
     x, y = torch.randn(5, T, D), torch.arange(5) % 3
-    clean = clipless.clipped_sum(model, losses, (x[1:], y[1:]))
+    clean = clipless.clipped_sum(model, losses, (x[1:], y[1:]), how)
     x[0] = torch.nan
-    dirty = clipless.clipped_sum(model, losses, (x, y))
+    dirty = clipless.clipped_sum(model, losses, (x, y), how)
     for name, grad in dirty.grads.items():
         torch.testing.assert_close(grad, clean.grads[name], rtol=1e-4, atol=1e-5)
 

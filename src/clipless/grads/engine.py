@@ -27,13 +27,16 @@ class Engine:
     `sums`, in at least float32, keyed by parameter name. A parameter that no record reached has no entry.
 
     `factors(norms [g,b], groups)` says how much of each record enters those groups' sums, for any of the part's records;
-    `observe(norms [G,B])` sees all norms of a part once.
+    `observe(norms [G,B])` sees all norms of a part once. A group is clipped as soon as its parameters are there, and what
+    was held for it is dropped. A record with a norm that is not finite adds nothing to that group; one whose data are
+    not finite adds nothing to any.
     """
 
     def __init__(self, model: nn.Module, groups: Partition, factors: Factors, observe: Observe, tuner: Tuner) -> None:
         self.sums: dict[str, Tensor] = {}
         self.seen = 0
         self.tape = Tape(model, Receiver(self._take, self._finish))
+        self.tape.looks_at_data = len(groups) > 1
         self._groups = groups
         self._factors = factors
         self._observe = observe
@@ -70,15 +73,13 @@ class Engine:
         self.tape.open(Part(records))
 
     def _take(self, part: Part, name: str, uses: list[Piece]) -> None:
-        """All pieces of a parameter are there. Groups with all their parameters are clipped soon, in the first part."""
+        """All pieces of a parameter are there. Groups with all their parameters are clipped soon."""
         group = self._groups.group_of[name]
         clip, parameter, piece = self._clips[group], self.tape.parameters[name], combine(uses)
         clip.waiting.discard(name)
-        complete = not (clip.waiting or self.seen)
+        complete = not clip.waiting
         self._tuner.expected = part.tapped
         choice = self._tuner.in_chunks(piece, parameter) if complete else self._tuner.choose(piece, parameter)
-        if len(self._clips) > 1 and not self.seen:
-            clip.raw[name] = piece, choice.way
         if len(choice.chunks) > 1:
             clip.norms = torch.cat([self._clipped(group, name, piece, choice.way, some) for some in choice.chunks])
             self._add([group], clip.norms.unsqueeze(0))
@@ -93,34 +94,18 @@ class Engine:
     def _clipped(self, group: int, name: str, piece: Piece, way: str, some: slice) -> Tensor:
         """Clip and add these records of the last piece of a group. Returns the norms of the records, [b]."""
         piece = formed(piece.rows(some), way)
-        norms = self._norms(self._clips[group].squares[some] + piece.sq_norms)
+        norms = self._norms(self._clips[group].squares[some] + piece.sq_norms, some)
         self._sum([{name: piece}], norms.unsqueeze(0), [group])
         return norms
 
     def _finish(self, part: Part) -> None:
-        """Clip what is left. A record that is not finite in one group counts as infinite in every group."""
+        """Clip what is left."""
         left = [group for group, clip in enumerate(self._clips) if clip.norms is None]
         if left:
-            for group, row in zip(left, self._norms(self._squares(left)), strict=True):
-                self._clips[group].norms = row
-        norms = torch.stack([clip.norms for clip in self._clips if clip.norms is not None])
-        everywhere = norms.isfinite().all(0)
-        if not bool(everywhere.all()):
-            clipped = [group for group in range(len(norms)) if group not in left]
-            stale = [group for group in clipped if bool((norms[group].isfinite() & ~everywhere).any())]
-            norms = torch.where(everywhere, norms, torch.inf)
-            for group in stale:
-                self._again(group, norms[group])
-        self._add(left, norms[left])
-        self._observe(norms)
+            self._add(left, self._norms(self._squares(left)))
+        self._observe(torch.stack([clip.norms for clip in self._clips if clip.norms is not None]))
         self._clips = []
         self.seen += part.records
-
-    def _again(self, group: int, norms: Tensor) -> None:
-        """Add up a group anew, by the ways that it was added before."""
-        for name, (piece, way) in self._clips[group].raw.items():
-            del self.sums[name]
-            self._sum([{name: formed(piece, way)}], norms.unsqueeze(0), [group])
 
     def _add(self, groups: list[int], norms: Tensor) -> None:
         """Clip by the norms [g,b], and add, what is held for these groups."""
@@ -148,29 +133,25 @@ class Engine:
     def _squares(self, groups: list[int]) -> Tensor:
         return torch.stack([self._clips[group].squares for group in groups])
 
-    def _norms(self, squares: Tensor) -> Tensor:
-        """Norms of some records; infinite for those that are not finite.
+    def _norms(self, squares: Tensor, some: slice = slice(None)) -> Tensor:
+        """Norms of some records; infinite for those that are not finite, or whose data are not.
 
         Squares that small lose digits to underflow, and a norm taken for too small would give too large a factor:
         below the floor a norm counts as zero.
         """
         norms = squares.sqrt().nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        return F.threshold(norms, 1e4 * torch.finfo(norms.dtype).tiny ** 0.5, 0.0).mul_(self._scale)
+        norms = F.threshold(norms, 1e4 * torch.finfo(norms.dtype).tiny ** 0.5, 0.0).mul_(self._scale)
+        broken = None if self.tape.part is None else self.tape.part.broken
+        return norms if broken is None else norms.masked_fill_(broken[some], torch.inf)
 
 
 class Clip:
-    """A group of parameters on its way to be clipped: which are still to come, and what is held until then.
-
-    `raw` are its pieces as they came, without the buffers that ways make of them, and the ways: should a record turn out
-    not to be finite in another group after this one was clipped, the group is added up again without it, the same way, so
-    that the sum keeps to the norms it was clipped by.
-    """
+    """A group of parameters on its way to be clipped: which are still to come, and what is held until then."""
 
     def __init__(self, waiting: set[str], squares: Tensor) -> None:
         self.waiting = waiting
         self.squares = squares
         self.held: dict[str, Piece] = {}
-        self.raw: dict[str, tuple[Piece, str]] = {}
         self.norms: Tensor | None = None
 
     def hold(self, name: str, piece: Piece) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
 from clipless.grads.layout import Dims, Place, Shapes, packed_in, shapes_of, written
@@ -18,7 +18,8 @@ class Part:
 
     `uses` counts the taps that the forward pass made for a parameter; `late` is set when a part of the model runs again in
     the backward pass, where more of them may be made. `tapped` are the bytes of the outputs that were tapped: about what
-    norms need, as as many bytes of gradients come back.
+    norms need, as as many bytes of gradients come back. `broken` are the records with data that are not finite, [b], if
+    these were looked at.
     """
 
     records: int
@@ -27,6 +28,7 @@ class Part:
     arrived: set[str] = field(default_factory=set)
     late: bool = False
     tapped: int = 0
+    broken: Tensor | None = None
     begun: bool = False
     done: bool = False
 

@@ -33,6 +33,7 @@ from clipless.grads.layout import (
     Place,
     Reading,
     Shapes,
+    plain_tensors,
     random_state,
     random_state_kept,
     readings,
@@ -54,7 +55,7 @@ from clipless.grads.ways import Ways
 class Tape:
     """Hooks on a model that make the receiver get the gradients at every module, for the open part.
 
-    `open(part)` before the forward pass.
+    `open(part)` before the forward pass. If it `looks_at_data`, the part is told which records' data are not finite.
     """
 
     def __init__(self, model: nn.Module, receiver: Receiver) -> None:
@@ -71,6 +72,7 @@ class Tape:
         self._calls: dict[str, int] = {}
         self._operation_counts: dict[tuple[str, int], int] = {}
         self._probed = 0
+        self.looks_at_data = False
         self._operations = Operations(self._locate, self._wrap)
         self._handles: list[RemovableHandle] = []
 
@@ -277,6 +279,8 @@ class Tape:
         if self.part is not None and self.part.records > 0:
             place = frame.place._replace(side="output")
             frame.out_dims = self._placed(place, shapes_of(output, floating=True), self.part.records, all)
+            if self.looks_at_data:
+                self._look(frame, (args, kwargs), self.part)
         call = self._call(frame, args, kwargs)
         if isinstance(output, Tensor) and output.is_floating_point():
             if self.part is not None:
@@ -288,6 +292,19 @@ class Tape:
         for k, value in zip(places, tapped, strict=True):
             leaves[k] = value
         return pytree.tree_unflatten(leaves, spec)
+
+    def _look(self, frame: Frame, inputs: tuple[Any, Any], part: Part) -> None:
+        """Note the records whose data are not finite where these enter a module, before any parameter has touched them. In
+        a module without a rule -inf may be of a mask."""
+        masks = self.rules[frame.place.name] is generic
+        tensors = plain_tensors(inputs) or [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        for tensor, dim in zip(tensors, frame.dims, strict=True):
+            data = tensor.is_floating_point() and not tensor.requires_grad and tensor.numel() > 0
+            if data and dim is not None and tensor.shape[dim] == part.records:
+                rows = tensor.movedim(dim, 0).reshape(part.records, -1)
+                largest = rows.amax(1) if masks else torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
+                broken = ~(largest < torch.inf)
+                part.broken = broken if part.broken is None else part.broken | broken
 
     def _refuse_randomness(self, frame: Frame) -> None:
         """The generic rule computes a module again, which must give the same values."""

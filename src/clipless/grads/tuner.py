@@ -124,7 +124,6 @@ class Tuner:
         way = self._fastest(piece, small, parameter)
         size = records if way == least else max(1, int(self.chunk_bytes // (ways[way].held / records)))
         chunks = [slice(first, min(first + size, records)) for first in range(0, records, size)]
-        self._keep(ways[least].held)
         return Choice(way, ways[way].held, chunks)
 
     def _needed(self, least: float) -> float:
