@@ -1,11 +1,9 @@
 """The normal numbers of the seeded source: what they are, that compiled and numpy's are the same, and how it is built."""
 
-import importlib.util
 import itertools
 import math
 import shutil
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -22,28 +20,16 @@ from clipless.noise import STREAMS, SeededNoise
 from clipless.noise import normals as transform
 from clipless.noise.normals import CHUNK, Words, arithmetic, compiled
 from clipless.noise.seeded_source import BLOCK
+from compiling import build_hook, needs_compiler
 
-ROOT = Path(__file__).parents[1]
 HALF = CHUNK // 2
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
 @pytest.fixture(scope="module")
-def build() -> ModuleType:
-    """The build hook, as the packager loads it."""
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def fresh(build: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library, compiled now from the source as it stands."""
     library = tmp_path_factory.mktemp("build") / LIBRARY.name
-    assert build.compile_all(SOURCES, library) is None
+    assert build_hook().compile_all(SOURCES, library) is None
     return library
 
 
@@ -182,7 +168,7 @@ def test_the_installed_package_uses_the_library() -> None:
 
 
 @needs_compiler
-def test_a_library_that_computes_anything_else_is_not_used(build: ModuleType, tmp_path: Path) -> None:
+def test_a_library_that_computes_anything_else_is_not_used(tmp_path: Path) -> None:
     """Each constant of the source in turn, a little off: the check at loading sees it."""
     source = (SOURCES / "normals.c").read_text()
     constants = ["0.12712307274341583f", "-0.25000298023223877f", "-0.5f", "0.6931471824645996f", "-2.0f",
@@ -193,7 +179,7 @@ def test_a_library_that_computes_anything_else_is_not_used(build: ModuleType, tm
         changed, library = tmp_path / str(number), tmp_path / f"{number}.so"
         shutil.copytree(SOURCES, changed, ignore=shutil.ignore_patterns("*.so"))
         (changed / "normals.c").write_text(source.replace(constant, other))
-        assert build.compile_all(changed, library) is None
+        assert build_hook().compile_all(changed, library) is None
         assert compiled(library) is None, constant
 
 
@@ -206,17 +192,17 @@ def test_a_library_that_cannot_be_loaded_is_done_without(content: bytes | None, 
 
 
 @needs_compiler
-def test_a_library_without_the_function_is_done_without(build: ModuleType, tmp_path: Path) -> None:
+def test_a_library_without_the_function_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "other.c").write_text("int other(void) { return 1; }")
-    assert build.compile_all(tmp_path, tmp_path / "other.so") is None
+    assert build_hook().compile_all(tmp_path, tmp_path / "other.so") is None
     assert compiled(tmp_path / "other.so") is None
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "cc -no-such-option"])
 def test_without_a_working_compiler_the_build_says_why_and_leaves_nothing(
-    build: ModuleType, compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CC", compiler)
-    problem = build.compile_all(SOURCES, tmp_path / "out.so")
+    problem = build_hook().compile_all(SOURCES, tmp_path / "out.so")
     assert problem
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,5 @@
 """The compiled LSTM cell: the same as torch's operations, used where it fits, done without where it does not."""
 
-import importlib.util
 import math
 import shutil
 from functools import partial
@@ -19,10 +18,11 @@ from clipless.grads import compiled_lstm
 from clipless.grads.cells import CELLS, Cell, Moment, Slopes, Weights
 from clipless.grads.recurrence import forward
 from clipless.preflight import relative_error
+from compiling import build_hook, needs_compiler
 from problems import losses
 
 pytestmark = [
-    pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler"),
+    needs_compiler,
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),
 ]
 LSTMS = [name for name in PROBLEMS if "lstm" in name]
@@ -94,11 +94,6 @@ def test_it_is_used_where_it_fits(kind: str, dtype: torch.dtype, is_it: bool) ->
 
 
 def test_a_library_that_computes_anything_else_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("hatch_build", Path(__file__).parents[2] / "hatch_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
     source = (compiled.SOURCES / "lstm.c").read_text()
     changes = [("keep * c[at] + in", "keep * c[at] - in"), ("* (1.0f - keep)", "* (1.001f - keep)"),
                ("0.693359375f", "0.6934f"), ("out * seen;", "out * state;"), ("= cell * keep", "= cell * in"),
@@ -108,7 +103,7 @@ def test_a_library_that_computes_anything_else_is_not_used(monkeypatch: pytest.M
         changed, library = tmp_path / str(number), tmp_path / f"{number}.so"
         shutil.copytree(compiled.SOURCES, changed, ignore=shutil.ignore_patterns("*.so"))
         (changed / "lstm.c").write_text(source.replace(old, new) if old else source)
-        assert build.compile_all(changed, library) is None
+        assert build_hook().compile_all(changed, library) is None
         monkeypatch.setattr(compiled_lstm, "function", partial(compiled.function, library=library))
         compiled_lstm.compiled.cache_clear()
         assert (compiled_lstm.compiled() is None) == bool(old), (old, new)
