@@ -70,7 +70,6 @@ def test_the_radius_is_finite_and_ends_beyond_six(word: int, radius: float) -> N
     arithmetic(words)
     values = words.view(np.float32)
     assert np.hypot(values[:HALF], values[HALF:]) == pytest.approx(radius, abs=1e-6)
-    assert not word or radius < 6.66 < math.sqrt(2 * 32 * math.log(2)) + 0.01
 
 
 def test_the_distribution_is_normal_to_its_tails() -> None:
@@ -121,18 +120,23 @@ def test_no_two_uses_have_the_same_key() -> None:
 # Compiled and numpy's.
 
 
+def assert_same(library: Path, words: Words) -> None:
+    """The library gives numpy's numbers for these words, which are overwritten."""
+    expected = words.copy()
+    arithmetic(expected)
+    in_one_pass = compiled(library)
+    assert in_one_pass is not None
+    in_one_pass(words)
+    assert np.array_equal(words, expected)
+
+
 @needs_compiler
 @given(st.integers(1, 4), st.integers(0, 2**32 - 1), st.data())
 def test_compiled_and_numpy_agree_bit_for_bit(fresh: Path, chunks: int, seed: int, data: st.DataObject) -> None:
     words = random_words(chunks, seed)
     for _ in range(data.draw(st.integers(0, 8))):
         words[data.draw(st.integers(0, len(words) - 1))] = data.draw(st.integers(0, 2**32 - 1))
-    expected = words.copy()
-    arithmetic(expected)
-    transform = compiled(fresh)
-    assert transform is not None
-    transform(words)
-    assert np.array_equal(words, expected)
+    assert_same(fresh, words)
 
 
 @needs_compiler
@@ -141,12 +145,7 @@ def test_compiled_and_numpy_agree_on_millions(fresh: Path) -> None:
     radii = np.arange(2**21, dtype=np.uint32) << np.uint32(11)
     radii ^= random_words(2**21 // CHUNK, 2) >> np.uint32(21)
     words = np.stack([radii.reshape(-1, HALF), random_words(2**21 // CHUNK, 3).reshape(-1, HALF)], axis=1).reshape(-1)
-    expected = words.copy()
-    arithmetic(expected)
-    transform = compiled(fresh)
-    assert transform is not None
-    transform(words)
-    assert np.array_equal(words, expected)
+    assert_same(fresh, words)
 
 
 def test_a_release_is_the_same_with_and_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
