@@ -214,10 +214,18 @@ def test_a_place_with_gaps_is_refused(source: NoiseSource) -> None:
     assert (place == 0).all()
 
 
-@pytest.mark.parametrize("stddev", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("stddev", [0.0, -1.0, 1e-31, 1e-60, math.inf, math.nan])
 def test_noise_that_hides_nothing_is_refused(source: NoiseSource, stddev: float) -> None:
-    with pytest.raises(InvalidArgument, match="must be positive and finite. Raise the clipping threshold"):
+    with pytest.raises(InvalidArgument, match="must be finite and at least 1e-30. Raise the clipping threshold"):
         list(source.release("gradient", 0, [torch.ones(3), torch.ones(3)], [1.0, stddev]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_least_noise_is_all_there(source: NoiseSource, dtype: torch.dtype) -> None:
+    """Of 1000 numbers none is lost to underflow, and their size is right to 5 sigma."""
+    (released,) = source.release("gradient", 0, [torch.zeros(1000, dtype=dtype)], [1e-30])
+    assert (released != 0).sum() > 950, "all but what lies on the grid's zero"
+    assert released.double().square().mean().sqrt().item() == pytest.approx(1e-30, rel=5 / math.sqrt(2000))
 
 
 def test_a_value_without_its_deviation_is_refused(source: NoiseSource) -> None:

@@ -55,6 +55,19 @@ class Reader(nn.Module):
         return states if len(states) > 1 else states[0]
 
 
+class Transposed(nn.Module):
+    """Looks at the final states through a transposed copy, so that their gradients come transposed; the input is [b,t,3]."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(layer.hidden_size, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = self.layer(x)[1]
+        states = (ends,) if isinstance(ends, Tensor) else ends
+        return self.head(sum(state.transpose(1, 2).contiguous()[0].t() for state in states))
+
+
 class Stepper(nn.Module):
     """A cell that is called once for each position; the input is [b,t,3]."""
 
@@ -113,6 +126,10 @@ PROBLEMS = {
     "lstm-one-position": Problem(reader("lstm", batch_first=True), normal(1, 3)),
     "lstm-square": Problem(reader("lstm"), normal(7, 3)),
     "gru-half-frozen": Problem(half_frozen, normal(4, 3)),
+    **{
+        f"{name}-transposed": Problem(lambda kind=kind: Transposed(kind(3, 4, batch_first=True)), normal(5, 3))
+        for name, kind in KINDS.items()
+    },
     "char-lstm": Problem(CharModel, tokens(11, 8)),
 }
 PROBLEMS |= {

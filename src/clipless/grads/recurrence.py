@@ -179,7 +179,7 @@ def _back(trace: Trace, grad: Tensor | None, final: State, sizes: list[int], to_
     b, cell, weights, gates = trace.x.shape[1], trace.cell, trace.weights, trace.gates
     hidden_gates = torch.empty_like(gates) if cell.own_share else gates
     projected = None if weights.hr is None else torch.empty_like(trace.before)
-    state = tuple(part.clone() for part in final)
+    state = tuple(part.clone(memory_format=torch.contiguous_format) for part in final)
     moments, rows = trace.moments(sizes), hidden_gates.unbind(0)
     for position in reversed(trace.order):
         n = sizes[position]

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -67,14 +66,14 @@ class Tuner:
     """Chooses a way for every piece, so that private training takes at most `memory_cap` bytes more than plain training.
 
     The thriftiest ways keep what the records' norms need until all are known, such as each layer's output gradient. If
-    that alone is more than a cap that was asked for, they are taken, and a warning says so; 0 asks for the thriftiest.
+    that alone is more than the cap, they are taken all the same; 0 asks for them. Nothing is said when it happens, as it
+    depends on the size of the batch, which is not public: smaller micro-batches need less.
 
     `timed=True` times the ways instead of modelling them: faster on unusual machines or shapes, but a run is then
     repeatable to the last bit only where it takes the same ways (`save` and `load` carry them over).
     """
 
     def __init__(self, timed: bool = False, memory_cap: int | None = None) -> None:
-        self._warns = bool(memory_cap)
         memory_cap = MEMORY_CAP if memory_cap is None else memory_cap
         if isinstance(memory_cap, bool) or not isinstance(memory_cap, int):
             raise InvalidType(f"memory_cap must be a whole number of bytes, got {memory_cap!r}.")
@@ -102,7 +101,7 @@ class Tuner:
         if not ways:
             return Choice("", _written_bytes(piece, parameter), [everyone])
         least = min(cost.held for cost in ways.values())
-        self._keep(least)
+        self._least += least  # what the thriftiest way holds of a piece is held by any
         room = self.memory_cap - self._needed(max(self._least, self.expected))
         left = min(FASTER * self.memory_cap, room) - self._faster
         fitting = {way: cost for way, cost in ways.items() if cost.held - least <= max(left, 0)}
@@ -129,17 +128,6 @@ class Tuner:
     def _needed(self, least: float) -> float:
         """What is taken in any way, where the thriftiest ways hold so much."""
         return FRAGMENTS * (min(KEPT, self.memory_cap / 3) + least)
-
-    def _keep(self, least: float) -> None:
-        """What the thriftiest way holds of a piece is held by any."""
-        self._least += least
-        if self._warns and self._needed(self._least) > self.memory_cap:
-            self._warns = False
-            warnings.warn(
-                f"exact norms of this batch need more than the memory cap of {self.memory_cap / 2**20:.0f} MiB, and take "
-                "it: give the batch in smaller parts (private.loader.microbatches) or raise memory_cap.",
-                stacklevel=2,
-            )
 
     def save(self, path: str | Path) -> None:
         """Write what timing has taught this process, for `load` in another."""

@@ -48,13 +48,17 @@ def stream_number(stream: str) -> int:
     return named("stream", stream, STREAMS)
 
 
+# Below this float32 has too few digits left for the product of a normal number, and soon none: nothing would be hidden.
+LEAST_STDDEV = 1e-30
+
+
 def usable(stddevs: Sequence[float]) -> Sequence[float]:
     """The standard deviations, if each would hide something."""
     for stddev in stddevs:
-        if not 0 < stddev < math.inf:
+        if not LEAST_STDDEV <= stddev < math.inf:
             raise InvalidArgument(
-                f"noise of standard deviation {stddev} was asked for: it must be positive and finite. Raise the "
-                "clipping threshold or the noise multiplier that it comes from."
+                f"noise of standard deviation {stddev} was asked for: it must be finite and at least "
+                f"{LEAST_STDDEV}. Raise the clipping threshold or the noise multiplier that it comes from."
             )
     return stddevs
 
