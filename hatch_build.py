@@ -14,9 +14,11 @@ from pathlib import Path
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES, LIBRARY = "src/clipless/compiled", "src/clipless/compiled/_compiled.so"
-FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
+FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fPIC"]
 # Files that numpy must be able to repeat bit for bit: each operation rounds once, none are fused.
-EXACT = {"normals.c"}
+EXACT = {"normals.c", "noise.c"}
+# With threads, or without them where the compiler has none.
+THREADS = (["-fopenmp"], [])
 
 
 def compile_all(sources: Path, library: Path) -> str | None:
@@ -24,6 +26,16 @@ def compile_all(sources: Path, library: Path) -> str | None:
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if os.name != "posix" or shutil.which(compiler[0]) is None:
         return "there is no C compiler"
+    problem: str | None = None
+    for threads in THREADS:
+        problem = compile_with([*compiler, *threads], sources, library)
+        if problem is None:
+            break
+    return problem
+
+
+def compile_with(compiler: list[str], sources: Path, library: Path) -> str | None:
+    """Compile with this compiler, or say why not."""
     with tempfile.TemporaryDirectory() as folder:
         objects, made = [], Path(folder, library.name)
         for source in sorted(sources.glob("*.c")):

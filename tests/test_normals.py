@@ -18,8 +18,8 @@ from scipy import stats
 from clipless.compiled import LIBRARY, SOURCES
 from clipless.noise import STREAMS, SeededNoise
 from clipless.noise import normals as transform
+from clipless.noise.adding import BLOCK
 from clipless.noise.normals import CHUNK, Words, arithmetic, compiled
-from clipless.noise.seeded_source import BLOCK
 from compiling import build_hook, needs_compiler
 
 HALF = CHUNK // 2

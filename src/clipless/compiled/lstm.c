@@ -26,9 +26,9 @@ static inline float hyperbolic_tangent(float x) { return 2.0f / (1.0f + decay(2.
 
 /* From the gates' sums, overwritten by the gates, and the cell state c to the next states and tanh of the new c. */
 FOR_EACH_PROCESSOR
-void clipless_lstm_step(float *gates, const float *restrict c, float *restrict new_c, float *restrict tanh_c,
-                        float *restrict new_h, int64_t rows, int64_t width) {
-    for (int64_t row = 0; row < rows; row++) {
+static void step_rows(float *gates, const float *restrict c, float *restrict new_c, float *restrict tanh_c,
+                      float *restrict new_h, int64_t row, int64_t end, int64_t width) {
+    for (; row < end; row++) {
         float *restrict write = gates + row * 4 * width, *restrict forget = write + width;
         float *restrict value = forget + width, *restrict show = value + width;
         for (int64_t k = 0; k < width; k++) {
@@ -44,9 +44,9 @@ void clipless_lstm_step(float *gates, const float *restrict c, float *restrict n
 
 /* From the gradients of the states after the position to those of the gates' sums, in their place, and of the c before. */
 FOR_EACH_PROCESSOR
-void clipless_lstm_back(float *gates, const float *restrict c, const float *restrict tanh_c, const float *restrict of_h,
-                        float *restrict of_c, int64_t rows, int64_t width) {
-    for (int64_t row = 0; row < rows; row++) {
+static void back_rows(float *gates, const float *restrict c, const float *restrict tanh_c, const float *restrict of_h,
+                      float *restrict of_c, int64_t row, int64_t end, int64_t width) {
+    for (; row < end; row++) {
         float *restrict write = gates + row * 4 * width, *restrict forget = write + width;
         float *restrict value = forget + width, *restrict show = value + width;
         for (int64_t k = 0; k < width; k++) {
@@ -60,4 +60,18 @@ void clipless_lstm_back(float *gates, const float *restrict c, const float *rest
             of_c[at] = cell * keep;
         }
     }
+}
+
+void clipless_lstm_step(float *gates, const float *c, float *new_c, float *tanh_c, float *new_h, int64_t rows,
+                        int64_t width, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t k = 0; k < threads; k++)
+        step_rows(gates, c, new_c, tanh_c, new_h, rows * k / threads, rows * (k + 1) / threads, width);
+}
+
+void clipless_lstm_back(float *gates, const float *c, const float *tanh_c, const float *of_h, float *of_c, int64_t rows,
+                        int64_t width, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t k = 0; k < threads; k++)
+        back_rows(gates, c, tanh_c, of_h, of_c, rows * k / threads, rows * (k + 1) / threads, width);
 }

@@ -1,4 +1,7 @@
-/* What all files here need: one machine code for each kind of processor, chosen when the library is loaded. */
+/* What all files here need: one machine code for each kind of processor, chosen when the library is loaded.
+
+   Threads are OpenMP's, from the pool that torch uses, and no result depends on their number. What they run is a function
+   of its own: of a loop that the compiler cuts out for them it would make one machine code only. */
 
 #include <float.h>
 #include <math.h>

@@ -5,10 +5,10 @@ import functools
 import torch
 from torch import Tensor
 
-from clipless.compiled import COUNT, POINTER, function
+from clipless.compiled import COUNT, POINTER, function, threads
 from clipless.grads.cells import CELLS, Cell, Moment, Slopes, Weights
 
-_ARGUMENTS = (*[POINTER] * 5, COUNT, COUNT)
+_ARGUMENTS = (*[POINTER] * 5, COUNT, COUNT, COUNT)
 
 
 def suited(cell: Cell, x: Tensor) -> Cell:
@@ -28,11 +28,11 @@ def compiled() -> Cell | None:
         """`extra` is tanh of the new cell state."""
         assert at.c is not None
         at.gates.addmm_(at.h, weights.hh.t())
-        step(*_places(at.gates, at.c, at.new_c, at.extra, at.new_h), *at.c.shape)
+        step(*_places(at.gates, at.c, at.new_c, at.extra, at.new_h), *at.c.shape, threads(at.gates.nbytes))
 
     def backward(at: Moment, slopes: Slopes) -> None:
         assert at.c is not None
-        back(*_places(at.gates, at.c, at.extra, slopes.h, slopes.c), *at.c.shape)
+        back(*_places(at.gates, at.c, at.extra, slopes.h, slopes.c), *at.c.shape, threads(at.gates.nbytes))
 
     cell = Cell(forward, backward, extra=True, cell_state=True)
     return cell if _agree(cell, CELLS["lstm"]) else None

@@ -2,7 +2,7 @@
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from clipless.errors import InvalidArgument, InvalidType
-from clipless.noise.drawing import Span, hand_out
-from clipless.noise.keystream import SPARE, keystreams, uniform
-from clipless.noise.normals import CHUNK, Floats, normals
+from clipless.noise.adding import add_noise, write_noise
+from clipless.noise.keystream import keystreams, uniform
 from clipless.noise.source import released_dtype, released_into, stream_number, usable
-
-# Numbers drawn from one keystream: blocks are drawn side by side in threads, and are the same whatever their number. So
-# many that threads seldom meet, each at the lock of the interpreter.
-BLOCK = 2**18
 
 
 class SeededNoise:
@@ -42,12 +37,7 @@ class SeededNoise:
 
     def normals(self, stream: str, step: int, templates: Iterable[Tensor]) -> Iterator[Tensor]:
         values = [torch.empty(template.shape, device=template.device) for template in templates]
-        flat = [_seen_by_numpy(value.view(-1)) for value in values]
-
-        def write(span: Span, noise: Floats) -> None:
-            flat[span.tensor][span.start : span.stop] = noise
-
-        hand_out(map(len, flat), BLOCK, _drawer(self._key(stream, step)), write)
+        write_noise(self._key(stream, step), [_seen_by_numpy(value.view(-1)) for value in values])
         for number, value in _elsewhere(values):
             value.normal_(generator=self._generator(value.device, stream, step, number))
         return iter(values)
@@ -66,13 +56,7 @@ class SeededNoise:
             here if value is out else _seen_by_numpy(value.to(released_dtype(value)).reshape(-1))
             for here, out, value, _ in zip(flat, outs, values, usable(stddevs), strict=True)
         ]
-
-        def write(span: Span, noise: Floats) -> None:
-            part = slice(span.start, span.stop)
-            noise *= stddevs[span.tensor]
-            np.add(sums[span.tensor][part], noise, out=flat[span.tensor][part])
-
-        hand_out(map(len, flat), BLOCK, _drawer(self._key(stream, step)), write)
+        add_noise(self._key(stream, step), sums, stddevs, flat)
         for number, out in _elsewhere(outs):
             noise = torch.empty(out.shape, device=out.device)
             noise.normal_(generator=self._generator(out.device, stream, step, number))
@@ -88,23 +72,6 @@ class SeededNoise:
 
     def _generator(self, device: torch.device, stream: str, step: int, tensor: int) -> torch.Generator:
         return torch.Generator(device).manual_seed(int.from_bytes(self._key(stream, step, tensor)[:8]))
-
-
-def _drawer(key: bytes) -> Callable[[], Callable[[int, int], Floats]]:
-    """Standard normals from the keystreams of that key."""
-    streams = keystreams(key)
-
-    def drawer() -> Callable[[int, int], Floats]:
-        words = np.empty(BLOCK + SPARE // 4, np.uint32)
-
-        def draw(number: int, count: int) -> Floats:
-            whole = -(-count // CHUNK) * CHUNK
-            streams(number)(words.view(np.uint8), 4 * whole)
-            return normals(words[:whole])
-
-        return draw
-
-    return drawer
 
 
 def _seen_by_numpy(tensor: Tensor) -> npt.NDArray[np.floating]:

@@ -2,10 +2,10 @@
 
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from clipless.grads.pieces.piece import NoChoice, kept, sq_norm
+from clipless.grads.pieces.rows import add_rows
 
 
 class Instantiated(NoChoice):
@@ -22,8 +22,7 @@ class Instantiated(NoChoice):
         return sq_norm(self.grads)
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
-        flat, line = self.grads.reshape(self.grads.shape[0], -1), total.view(-1)
-        torch.addmv(line, flat.mT, factors.to(flat.dtype), beta=beta, out=line)
+        add_rows(total.view(-1), self.grads.reshape(self.grads.shape[0], -1), factors, beta)
 
     def per_record(self) -> Tensor:
         return self.grads
