@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from clipless.grads.buffers import Buffers
 from clipless.grads.frames import Part
-from clipless.grads.pieces import Piece, combine, forget, formed
+from clipless.grads.pieces import Piece, Share, add_all, combine, forget, formed, measured, sq_norms_of
 from clipless.grads.receiver import Receiver
 from clipless.grads.tape import Tape
-from clipless.grads.tuner import Tuner
+from clipless.grads.tuner import Choice, Tuner
 from clipless.partition import Partition
 
 Factors = Callable[[Tensor, Sequence[int]], Tensor]
@@ -42,6 +42,8 @@ class Engine:
         self._observe = observe
         self._tuner = tuner
         self._scale = 1.0
+        self._dtype = reduce(torch.promote_types, (p.dtype for p in self.tape.parameters.values()), torch.float32)
+        self._device = next(iter(self.tape.parameters.values())).device
         self._buffers = Buffers()
         self._clips: list[Clip] = []
         self._ready: dict[int, float] = {}
@@ -66,9 +68,7 @@ class Engine:
     def open(self, records: int, scale: float) -> None:
         self._scale = scale
         self._tuner.begin()
-        dtype = reduce(torch.promote_types, (p.dtype for p in self.tape.parameters.values()), torch.float32)
-        zeros = torch.zeros(records, dtype=dtype, device=next(iter(self.tape.parameters.values())).device)
-        self._clips = [Clip(set(members), zeros) for members in self._groups.members]
+        self._clips = [Clip(set(members)) for members in self._groups.members]
         self._ready = {}
         self.tape.open(Part(records))
 
@@ -81,22 +81,23 @@ class Engine:
         self._tuner.expected = part.tapped
         choice = self._tuner.in_chunks(piece, parameter) if complete else self._tuner.choose(piece, parameter)
         if len(choice.chunks) > 1:
-            clip.norms = torch.cat([self._clipped(group, name, piece, choice.way, some) for some in choice.chunks])
-            self._add([group], clip.norms.unsqueeze(0))
+            self._clip_chunks(group, name, piece, choice)
             return
-        clip.hold(name, formed(piece, choice.way))
+        clip.held[name] = measured(formed(piece, choice.way))
         if complete:
             self._ready[group] = choice.held
             if sum(self._ready.values()) > self._tuner.chunk_bytes:
                 groups = list(self._ready)
                 self._add(groups, self._norms(self._squares(groups)))
 
-    def _clipped(self, group: int, name: str, piece: Piece, way: str, some: slice) -> Tensor:
-        """Clip and add these records of the last piece of a group. Returns the norms of the records, [b]."""
-        piece = formed(piece.rows(some), way)
-        norms = self._norms(self._clips[group].squares[some] + piece.sq_norms, some)
-        self._sum([{name: piece}], norms.unsqueeze(0), [group])
-        return norms
+    def _clip_chunks(self, group: int, name: str, piece: Piece, choice: Choice) -> None:
+        """Clip and add a group whose last piece is taken some records at a time."""
+        others, norms = self._squares([group])[0], []
+        for some in choice.chunks:
+            part = formed(piece.rows(some), choice.way)
+            norms.append(self._norms((others[some] + part.sq_norms).unsqueeze(0), some))
+            self._sum([{name: part}], norms[-1], [group])
+        self._add([group], torch.cat(norms, 1))
 
     def _finish(self, part: Part) -> None:
         """Clip what is left."""
@@ -122,16 +123,25 @@ class Engine:
         factors = self._factors(norms, groups) * self._scale
         finite = norms.isfinite()
         everyone = bool(finite.all())
-        for pieces, row, mask in zip(held, factors, finite, strict=True):
+        shares = []
+        for pieces, row, mask in zip(held, factors.unbind(), finite.unbind(), strict=True):
             for name, piece in pieces.items():
                 begun = name in self.sums
                 if not begun:
                     self.sums[name] = self._buffers.take(name, self.tape.parameters[name])
-                safe = piece if everyone else piece.keep(mask)
-                safe.add_to(self.sums[name], row, beta=int(begun))
+                shares.append(Share(piece if everyone else piece.keep(mask), self.sums[name], row, int(begun)))
+        add_all(shares)
 
     def _squares(self, groups: list[int]) -> Tensor:
-        return torch.stack([self._clips[group].squares for group in groups])
+        """Squared norms of what is held for these groups, [g,b]."""
+        records = 0 if self.tape.part is None else self.tape.part.records
+        squares = torch.zeros(len(groups), records, dtype=self._dtype, device=self._device)
+        held = [(row, piece) for row, group in enumerate(groups) for piece in self._clips[group].held.values()]
+        if held:
+            order, found = sq_norms_of([piece for _, piece in held])
+            rows = torch.tensor([held[k][0] for k in order], device=self._device)
+            squares.index_add_(0, rows, found.to(squares.dtype))
+        return squares
 
     def _norms(self, squares: Tensor, some: slice = slice(None)) -> Tensor:
         """Norms of some records; infinite for those that are not finite, or whose data are not.
@@ -148,12 +158,7 @@ class Engine:
 class Clip:
     """A group of parameters on its way to be clipped: which are still to come, and what is held until then."""
 
-    def __init__(self, waiting: set[str], squares: Tensor) -> None:
+    def __init__(self, waiting: set[str]) -> None:
         self.waiting = waiting
-        self.squares = squares
         self.held: dict[str, Piece] = {}
         self.norms: Tensor | None = None
-
-    def hold(self, name: str, piece: Piece) -> None:
-        self.squares = self.squares + piece.sq_norms
-        self.held[name] = piece

@@ -8,6 +8,7 @@ from clipless.grads.pieces.rearranged import Rearranged
 from clipless.grads.pieces.scattered import Scattered
 from clipless.grads.pieces.scratch import empty, forget
 from clipless.grads.pieces.tied import Tied
+from clipless.grads.pieces.together import Share, add_all, measured, sq_norms_of
 
 __all__ = [
     "Cost",
@@ -17,14 +18,18 @@ __all__ = [
     "Piece",
     "Rearranged",
     "Scattered",
+    "Share",
     "Tied",
+    "add_all",
     "combine",
     "empty",
     "forget",
     "formed",
     "kept",
+    "measured",
     "product_ways",
     "scaled",
     "sq_norm",
+    "sq_norms_of",
     "weighted_sum",
 ]
