@@ -119,13 +119,18 @@ def test_a_cap_that_cannot_be_kept_gets_the_thriftiest_ways_and_no_word(
     assert taken(Tuner(memory_cap=cap), piece, parameter) == ["ghost"] * 4
 
 
-def test_chunks_cover_every_record_once_and_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    piece, parameter = outer(b=10, t=60, i=100, o=100)
-    monkeypatch.setattr(tuner, "CHUNK_BYTES", 3 * 4 * 100 * 100)
+@pytest.mark.parametrize(("threads", "largest"), [(1, 5), (2, 4), (3, 3), (4, 4), (8, 5)])
+def test_chunks_cover_every_record_once_and_stay_small(
+    threads: int, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread computes whole records, so they are taken in multiples of the threads if there is room."""
+    piece, parameter = outer(b=13, t=60, i=100, o=100)
+    monkeypatch.setattr(tuner, "CHUNK_BYTES", 5 * 4 * 100 * 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     way, _, chunks = Tuner().in_chunks(piece, parameter)
     assert way == "written"
-    assert [r for chunk in chunks for r in range(10)[chunk]] == list(range(10))
-    assert max(len(range(10)[chunk]) for chunk in chunks) == 3
+    assert [r for chunk in chunks for r in range(13)[chunk]] == list(range(13))
+    assert max(len(range(13)[chunk]) for chunk in chunks) == largest
 
 
 def test_the_model_reads_no_clock_and_the_timer_each_way_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,14 +115,11 @@ class Tuner:
         records, ways = len(piece), piece.ways()
         if not ways or not records:
             return Choice("", _written_bytes(piece, parameter), [slice(0, records)])
-        least = min(ways, key=lambda way: ways[way].held)
-        small = {
-            way: replace(cost, held=min(cost.held, CHUNK_BYTES))
-            for way, cost in ways.items()
-            if way == least or (cost.held - ways[least].held) / records <= FASTER * self.memory_cap
-        }
+        least, small = _in_chunks(records, tuple(ways.items()), FASTER * self.memory_cap, CHUNK_BYTES)
         way = self._fastest(piece, small, parameter)
         size = records if way == least else max(1, int(self.chunk_bytes // (ways[way].held / records)))
+        if torch.get_num_threads() < size < records:
+            size -= size % torch.get_num_threads()  # a thread that had no record to compute would wait
         chunks = [slice(first, min(first + size, records)) for first in range(0, records, size)]
         return Choice(way, ways[way].held, chunks)
 
@@ -150,13 +148,32 @@ class Tuner:
         if len(ways) == 1:
             return next(iter(ways))
         if not self.timed:
-            threads = torch.get_num_threads()
-            return min(ways, key=lambda way: modelled_seconds(ways[way], threads))
+            return _modelled_fastest(tuple(ways.items()), torch.get_num_threads())
         seconds = _TIMED.setdefault(_key(piece, parameter), {})
         for way in ways:
             if way not in seconds:
                 seconds[way] = _measured(piece, way, parameter)
         return min(ways, key=lambda way: seconds[way])
+
+
+@lru_cache(maxsize=4096)
+def _in_chunks(
+    records: int, ways: tuple[tuple[str, Cost], ...], room: float, chunk: int
+) -> tuple[str, Mapping[str, Cost]]:
+    """The thriftiest way, and what each costs in chunks, of those that have room for what they hold of one record."""
+    least, thrifty = min(ways, key=lambda way: way[1].held)
+    small = {
+        way: replace(cost, held=min(cost.held, chunk))
+        for way, cost in ways
+        if way == least or (cost.held - thrifty.held) / records <= room
+    }
+    return least, small
+
+
+@lru_cache(maxsize=4096)
+def _modelled_fastest(ways: tuple[tuple[str, Cost], ...], threads: int) -> str:
+    fastest, _ = min(ways, key=lambda way: modelled_seconds(way[1], threads))
+    return fastest
 
 
 def _key(piece: Piece, parameter: Tensor) -> str:

@@ -4,13 +4,15 @@ As the numbers themselves (see normals.py) the addition is written down twice: h
 all of it in one pass through the cache, cipher included. Both give the same bits.
 """
 
+import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from clipless.compiled import COUNT, LIBRARY, POINTER, function, threads
 from clipless.noise.drawing import Span, hand_out
@@ -21,44 +23,49 @@ from clipless.noise.normals import CHUNK, Floats, normals
 # many that threads seldom meet, each at the lock of the interpreter.
 BLOCK = 2**18
 
-Arrays = Sequence[npt.NDArray[np.floating]]
-# Given a key, arrays of one dimension, their standard deviations, and the arrays that the sums go to: the same or others.
-Adds = Callable[[bytes, Arrays, Sequence[float], Arrays], None]
+# All tensors here have one dimension and lie in main memory.
+Lines = Sequence[Tensor]
+# Given a key, tensors, their standard deviations, and the tensors that the sums go to: the same or others.
+Adds = Callable[[bytes, Lines, Sequence[float], Lines], None]
 
 
-def write_noise(key: bytes, into: Arrays) -> None:
-    """Standard normal numbers, one after the other through all arrays."""
+def write_noise(key: bytes, into: Lines) -> None:
+    """Standard normal numbers, one after the other through all tensors."""
+    arrays = [line.numpy() for line in into]
 
     def write(span: Span, noise: Floats) -> None:
-        into[span.tensor][span.start : span.stop] = noise
+        arrays[span.tensor][span.start : span.stop] = noise
 
     _hand_out(key, into, write)
 
 
-def add_noise(key: bytes, sums: Arrays, stddevs: Sequence[float], into: Arrays) -> None:
-    """Each array plus its standard deviation times the numbers that `write_noise` would write to it.
+def add_noise(key: bytes, sums: Lines, stddevs: Sequence[float], into: Lines) -> None:
+    """Each tensor plus its standard deviation times the numbers that `write_noise` would write to it.
 
-    >>> sums, noise, out = np.ones(3, np.float32), np.empty(3, np.float32), np.empty(3, np.float32)
+    >>> sums, noise, out = torch.ones(3), torch.empty(3), torch.empty(3)
     >>> write_noise(bytes(32), [noise])
     >>> add_noise(bytes(32), [sums], [2.0], [out])
-    >>> bool((out == 1 + 2 * noise).all())
+    >>> torch.equal(out, 1 + 2 * noise)
     True
     """
-    fits = all(array.dtype == np.float32 and array.flags.c_contiguous for array in (*sums, *into))
+    fits = all(line.dtype is torch.float32 and line.is_contiguous() for line in (*sums, *into))
     adds = compiled() if fits else None
     (adds or by_numpy)(key, sums, stddevs, into)
 
 
-def by_numpy(key: bytes, sums: Arrays, stddevs: Sequence[float], into: Arrays) -> None:
+def by_numpy(key: bytes, sums: Lines, stddevs: Sequence[float], into: Lines) -> None:
+    """Without any thread of torch's, which compute nonsense in a forked child."""
+    ins, outs = ([line.numpy() for line in lines] for lines in (sums, into))
+
     def write(span: Span, noise: Floats) -> None:
         part = slice(span.start, span.stop)
         noise *= stddevs[span.tensor]
-        np.add(sums[span.tensor][part], noise, out=into[span.tensor][part])
+        np.add(ins[span.tensor][part], noise, out=outs[span.tensor][part])
 
     _hand_out(key, into, write)
 
 
-def _hand_out(key: bytes, arrays: Arrays, write: Callable[[Span, Floats], None]) -> None:
+def _hand_out(key: bytes, lines: Lines, write: Callable[[Span, Floats], None]) -> None:
     streams = keystreams(key)
 
     def drawer() -> Callable[[int, int], Floats]:
@@ -71,7 +78,7 @@ def _hand_out(key: bytes, arrays: Arrays, write: Callable[[Span, Floats], None])
 
         return draw
 
-    hand_out(map(len, arrays), BLOCK, drawer, write)
+    hand_out(map(len, lines), BLOCK, drawer, write)
 
 
 @functools.cache
@@ -81,12 +88,14 @@ def compiled(library: Path = LIBRARY) -> Adds | None:
     if release is None:
         return None
 
-    def adds(key: bytes, sums: Arrays, stddevs: Sequence[float], into: Arrays) -> None:
-        starts = np.array([0, *itertools.accumulate(map(len, sums))], np.int64)
-        scales, done = np.array(stddevs, np.float32), np.zeros(1, np.int64)
-        places = (array.ctypes.data for array in (_places(into), _places(sums), scales, starts))
-        release(key, *places, len(sums), threads(8 * int(starts[-1])), done.ctypes.data)
-        if not done[0]:
+    def adds(key: bytes, sums: Lines, stddevs: Sequence[float], into: Lines) -> None:
+        tensors, done = len(sums), COUNT(0)
+        starts = [0, *itertools.accumulate(map(len, sums))]
+        places = [(POINTER * tensors)(*[line.data_ptr() for line in lines]) for lines in (into, sums)]
+        scales = (ctypes.c_float * tensors)(*map(float, stddevs))
+        work = threads(8 * starts[-1])
+        release(key, *places, scales, (COUNT * len(starts))(*starts), tensors, work, ctypes.addressof(done))
+        if not done.value:
             raise NotImplementedError("this processor has no AES of its own")
 
     try:
@@ -95,20 +104,15 @@ def compiled(library: Path = LIBRARY) -> Adds | None:
         return None
 
 
-def _places(arrays: Iterable[npt.NDArray[np.floating]]) -> npt.NDArray[np.uint64]:
-    """Where they lie in memory."""
-    return np.array([array.ctypes.data for array in arrays], np.uint64)
-
-
 def _agrees(adds: Adds) -> bool:
-    """Whether it gives numpy's bits, on arrays of every length beside the borders of chunks and blocks."""
+    """Whether it gives numpy's bits, on tensors of every length beside the borders of chunks and blocks."""
     sizes = (1, 0, CHUNK - 2, 3 * CHUNK, 5, BLOCK - 4 * CHUNK, CHUNK + 7)
-    sums = [np.linspace(-3, 3, size, dtype=np.float32) for size in sizes]
+    sums = [torch.linspace(-3, 3, size) for size in sizes]
     stddevs = [0.1 * (number + 1) for number in range(len(sizes))]
-    ours, theirs = ([np.empty_like(array) for array in sums] for _ in range(2))
+    ours, theirs = ([torch.empty_like(line) for line in sums] for _ in range(2))
     for key in (bytes(range(32)), bytes(range(255, 223, -1))):
         adds(key, sums, stddevs, ours)
         by_numpy(key, sums, stddevs, theirs)
-        if not all(np.array_equal(one, other) for one, other in zip(ours, theirs, strict=True)):
+        if not all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)):
             return False
     return True

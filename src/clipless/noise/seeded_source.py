@@ -4,8 +4,6 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -37,7 +35,7 @@ class SeededNoise:
 
     def normals(self, stream: str, step: int, templates: Iterable[Tensor]) -> Iterator[Tensor]:
         values = [torch.empty(template.shape, device=template.device) for template in templates]
-        write_noise(self._key(stream, step), [_seen_by_numpy(value.view(-1)) for value in values])
+        write_noise(self._key(stream, step), [_here(value) for value in values])
         for number, value in _elsewhere(values):
             value.normal_(generator=self._generator(value.device, stream, step, number))
         return iter(values)
@@ -51,9 +49,9 @@ class SeededNoise:
         into: Sequence[Tensor] | None = None,
     ) -> Iterator[Tensor]:
         outs = released_into(values, into)
-        flat = [_seen_by_numpy(out.view(-1)) for out in outs]
+        flat = [_here(out) for out in outs]
         sums = [
-            here if value is out else _seen_by_numpy(value.to(released_dtype(value)).reshape(-1))
+            here if value is out else _here(value.to(released_dtype(value)).contiguous())
             for here, out, value, _ in zip(flat, outs, values, usable(stddevs), strict=True)
         ]
         add_noise(self._key(stream, step), sums, stddevs, flat)
@@ -74,9 +72,9 @@ class SeededNoise:
         return torch.Generator(device).manual_seed(int.from_bytes(self._key(stream, step, tensor)[:8]))
 
 
-def _seen_by_numpy(tensor: Tensor) -> npt.NDArray[np.floating]:
-    """For operations that need no threads of torch's; nothing of a tensor on another device."""
-    return (tensor.detach() if tensor.device.type == "cpu" else torch.empty(0)).numpy()
+def _here(tensor: Tensor) -> Tensor:
+    """The tensor as one line; nothing of one on another device."""
+    return tensor.detach().view(-1) if tensor.device.type == "cpu" else torch.empty(0)
 
 
 def _elsewhere(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:

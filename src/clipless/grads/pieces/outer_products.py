@@ -4,7 +4,7 @@ Index legend: b record, t position, i in, o out.
 """
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ CANCELLATION = 1024.0
 ROUNDING = 8.0
 
 
+@lru_cache(maxsize=4096)
 def product_ways(b: int, t: int, i: int, o: int, size: int) -> Mapping[str, Cost]:
     """The ways to sums of outer products, for numbers of `size` bytes. With one position there is nothing to choose."""
     sums = 2.0 * b * t * i * o

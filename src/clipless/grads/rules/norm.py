@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipless.grads.pieces import Instantiated, Piece
+from clipless.grads.rules.norm_sums import norm_sums
 from clipless.grads.rules.use import Use, at_least_float32, register
 
 
@@ -12,9 +13,7 @@ from clipless.grads.rules.use import Use, at_least_float32, register
 def layer_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     module = use.module
     assert isinstance(module, nn.LayerNorm)
-    normalised = F.layer_norm(use.input, module.normalized_shape, eps=module.eps)
-    trailing = len(module.normalized_shape)
-    return _affine(use, normalised, grads[0], dims=range(1, normalised.dim() - trailing))
+    return _last_dimensions(use, grads[0], module.normalized_shape, module.eps, centred=True)
 
 
 @register(nn.GroupNorm)
@@ -37,9 +36,8 @@ def group_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
 def rms_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     module = use.module
     assert isinstance(module, nn.RMSNorm)
-    normalised = F.rms_norm(use.input, list(module.normalized_shape), eps=module.eps)
-    trailing = len(module.normalized_shape)
-    return _affine(use, normalised, grads[0], dims=range(1, normalised.dim() - trailing))
+    eps = torch.finfo(use.input.dtype).eps if module.eps is None else module.eps
+    return _last_dimensions(use, grads[0], module.normalized_shape, eps, centred=False)
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -56,6 +54,12 @@ def instance_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
         mean, var = module.running_mean.to(acts.dtype), module.running_var.to(acts.dtype)
         normalised = F.instance_norm(acts, mean, var, use_input_stats=False, eps=module.eps)
     return _affine(use, normalised, grads[0], dims=range(2, normalised.dim()))
+
+
+def _last_dimensions(use: Use, grad: Tensor, shape: tuple[int, ...], eps: float, centred: bool) -> dict[str, Piece]:
+    sums = norm_sums(use.input, at_least_float32(grad), len(shape), eps, centred)
+    pieces = dict(zip(("weight", "bias"), map(Instantiated, sums), strict=True))
+    return {name: pieces[name] for name in use.wanted}
 
 
 def _affine(use: Use, normalised: Tensor, grad: Tensor, dims: range) -> dict[str, Piece]:
