@@ -27,7 +27,10 @@ void clipless_normals(uint32_t *words, int64_t count) {
             log = log * f + -0.5f;
             log = log * (f * f) + f;
             log = log + (float)k * 0.6931471824645996f;
-            float radius = sqrtf(log * -2.0f);
+            words[i] = as_bits(log * -2.0f);
+        }
+        for (int i = 0; i < HALF; i++) { /* a loop of its own: a processor has few of a long one under way at once */
+            float radius = sqrtf(as_float(words[i]));
 
             /* The angle: thirty bits turn by at most an eighth of the circle, two more choose the quarter. */
             float angle = (float)(int32_t)(words[i + HALF] << 2) * 3.65729529994141e-10f;

@@ -34,11 +34,13 @@ def product_ways(b: int, t: int, i: int, o: int, size: int) -> Mapping[str, Cost
 class OuterProducts:
     """g_b = Σ_t grads[b,t]ᵀ acts[b,t]: norms from Gram matrices, or everything written out.
 
-    A `twin` has the very same grads: what is computed of them alone is computed once.
+    A `twin` has the very same grads: what is computed of them alone is computed once. So has `summed`, over positions.
     """
 
-    def __init__(self, acts: Tensor, grads: Tensor, twin: "OuterProducts | None" = None) -> None:
-        self.acts, self.grads, self._twin = acts, grads, twin  # [b,t,i] [b,t,o]
+    def __init__(
+        self, acts: Tensor, grads: Tensor, twin: "OuterProducts | None" = None, summed: Instantiated | None = None
+    ) -> None:
+        self.acts, self.grads, self._twin, self._summed = acts, grads, twin, summed  # [b,t,i] [b,t,o]
 
     def __len__(self) -> int:
         return self.acts.shape[0]
@@ -46,7 +48,7 @@ class OuterProducts:
     @cached_property
     def sq_norms(self) -> Tensor:
         if self.acts.shape[1] == 1:
-            return sq_norm(self.acts) * sq_norm(self.grads)
+            return sq_norm(self.acts) * (sq_norm(self.grads) if self._summed is None else self._summed.sq_norms)
         return self._ghost()
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:

@@ -10,11 +10,10 @@ from clipless.grads.rules.use import Use, at_least_float32, register, register_n
 def linear(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     acts = positions(use.input)  # [b,t,i]
     grad = positions(at_least_float32(grads[0])).to(acts.dtype)  # [b,t,o]
-    pieces: dict[str, Piece] = {}
+    bias = Instantiated(summed(grad)) if "bias" in use.wanted else None
+    pieces: dict[str, Piece] = {} if bias is None else {"bias": bias}
     if "weight" in use.wanted:
-        pieces["weight"] = OuterProducts(acts, grad)
-    if "bias" in use.wanted:
-        pieces["bias"] = Instantiated(summed(grad))
+        pieces["weight"] = OuterProducts(acts, grad, summed=bias)
     return pieces
 
 
