@@ -1,11 +1,12 @@
 """The LSTM cell by compiled code: one position in two passes instead of seventeen, for float32 in main memory."""
 
 import functools
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from clipless.compiled import COUNT, POINTER, function, threads
+from clipless.compiled import COUNT, LIBRARY, POINTER, function, threads
 from clipless.grads.cells import CELLS, Cell, Moment, Slopes, Weights
 
 _ARGUMENTS = (*[POINTER] * 5, COUNT, COUNT, COUNT)
@@ -18,9 +19,9 @@ def suited(cell: Cell, x: Tensor) -> Cell:
 
 
 @functools.cache
-def compiled() -> Cell | None:
+def compiled(library: Path = LIBRARY) -> Cell | None:
     """The compiled cell, if there is a library and it does what torch does."""
-    step, back = (function(f"clipless_lstm_{way}", *_ARGUMENTS) for way in ("step", "back"))
+    step, back = (function(f"clipless_lstm_{way}", *_ARGUMENTS, library=library) for way in ("step", "back"))
     if step is None or back is None:
         return None
 

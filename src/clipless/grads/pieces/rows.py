@@ -8,12 +8,13 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from clipless.compiled import COUNT, POINTER, function, threads
+from clipless.compiled import COUNT, LIBRARY, POINTER, function, threads
 
 
 class Weighted(NamedTuple):
@@ -71,9 +72,10 @@ def sums_by_torch(sums: Sequence[Weighted]) -> None:
 class Compiled:
     """The compiled forms of both."""
 
-    def __init__(self) -> None:
-        self.lengths = function("clipless_squared_lengths", POINTER, POINTER, COUNT, COUNT, POINTER, COUNT)
-        self.sums = function("clipless_add_rows", *[POINTER] * 5, COUNT, COUNT, COUNT)
+    def __init__(self, library: Path) -> None:
+        arguments = (POINTER, POINTER, COUNT, COUNT, POINTER, COUNT)
+        self.lengths = function("clipless_squared_lengths", *arguments, library=library)
+        self.sums = function("clipless_add_rows", *[POINTER] * 5, *[COUNT] * 3, library=library)
 
     def squared_lengths(self, rows: Sequence[Tensor]) -> Tensor:
         assert self.lengths is not None
@@ -95,9 +97,9 @@ class Compiled:
 
 
 @functools.cache
-def compiled() -> Compiled | None:
+def compiled(library: Path = LIBRARY) -> Compiled | None:
     """The compiled forms, if there is a library and it does what torch does."""
-    found = Compiled()
+    found = Compiled(library)
     return None if found.lengths is None or found.sums is None or not _agrees(found) else found
 
 

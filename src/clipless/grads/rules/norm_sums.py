@@ -7,12 +7,13 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipless.compiled import COUNT, POINTER, function, threads
+from clipless.compiled import COUNT, LIBRARY, POINTER, function, threads
 
 # Input and its gradient [b,t,d], the normalisation's eps and whether it takes the mean off; to both gradients [b,d].
 Sums = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
@@ -39,9 +40,10 @@ def by_torch(x: Tensor, grad: Tensor, eps: float, centred: bool) -> tuple[Tensor
 
 
 @functools.cache
-def compiled() -> Sums | None:
+def compiled(library: Path = LIBRARY) -> Sums | None:
     """The compiled form, if there is a library and it does what torch does."""
-    run = function("clipless_norm_sums", *[POINTER] * 4, *[COUNT] * 3, ctypes.c_double, *[COUNT] * 2)
+    arguments = (*[POINTER] * 4, *[COUNT] * 3, ctypes.c_double, *[COUNT] * 2)
+    run = function("clipless_norm_sums", *arguments, library=library)
     if run is None:
         return None
 
