@@ -58,6 +58,13 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return own
 
 
+def idle(module: nn.Module) -> bool:
+    """Whether it is one of torch's own that has nothing to learn, to keep or to call, such as an activation: what happens
+    in it is no business of the tape."""
+    own = (module._parameters, module._buffers, module._modules)
+    return type(module).__module__.startswith("torch.nn.modules.") and not any(own)
+
+
 def turn_off(frame: Frame, parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.requires_grad:

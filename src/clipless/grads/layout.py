@@ -34,6 +34,10 @@ class Place(NamedTuple):
     side: str = "input"
     operation: int = 0
 
+    def output(self) -> "Place":
+        """The outputs of the same call."""
+        return Place(self.name, self.call, "output")
+
     def first(self) -> "Place":
         """The same place in the module's first call, which also stands for calls that no probe saw: a part of the model
         that is computed again in the backward pass."""

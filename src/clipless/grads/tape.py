@@ -20,6 +20,7 @@ from clipless.grads.frames import (
     Part,
     by_size,
     draws_at_random,
+    idle,
     left_the_model,
     own_parameters,
     put_back,
@@ -80,6 +81,8 @@ class Tape:
         for module in self._names:
             refuse_module(module, self._names[module])
         for module in self._names:
+            if idle(module):
+                continue
             self._handles += [
                 module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
                 module.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True),
@@ -260,7 +263,7 @@ class Tape:
         frame = self._frames.pop()
         put_back(frame)
         if self._probed:
-            self._ways.layout.note(frame.place._replace(side="output"), shapes_of(output, floating=True))
+            self._ways.layout.note(frame.place.output(), shapes_of(output, floating=True))
             return None
         if not frame.armed or output is None:
             return None
@@ -277,8 +280,9 @@ class Tape:
         if self.rules[frame.place.name] is generic:
             refuse_packed(frame.place.name, (args, kwargs, output))
         if self.part is not None and self.part.records > 0:
-            place = frame.place._replace(side="output")
-            frame.out_dims = self._placed(place, shapes_of(output, floating=True), self.part.records, all)
+            frame.out_dims = self._placed(
+                frame.place.output(), shapes_of(output, floating=True), self.part.records, all
+            )
             if self.looks_at_data:
                 self._look(frame, (args, kwargs), self.part)
         call = self._call(frame, args, kwargs)
