@@ -23,13 +23,15 @@ def build_hook() -> ModuleType:
     return module
 
 
-def has_compiler() -> bool:
-    """Whether there is one that compiles the smallest of programs, headers and all."""
+def has_compiler(*flags: str) -> bool:
+    """Whether there is one that compiles the smallest of programs, headers and all, with these flags."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "one.c")
         source.write_text("#include <math.h>\nint main(void) { return 0; }\n")
         try:
-            done = subprocess.run(["cc", str(source), "-o", str(Path(folder, "one")), "-lm"], capture_output=True)
+            done = subprocess.run(
+                ["cc", *flags, str(source), "-o", str(Path(folder, "one")), "-lm"], capture_output=True
+            )
         except OSError:
             return False
         return done.returncode == 0
