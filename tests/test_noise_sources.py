@@ -327,3 +327,11 @@ def test_what_a_thread_raises_is_raised(threads: Callable[[int], None]) -> None:
     done: list[int] = []
     share(range(20), done.extend)
     assert sorted(done) == list(range(20))
+
+
+@pytest.mark.parametrize("shape", [(4,), (6,), (5, 1)])
+def test_a_release_into_tensors_of_another_shape_is_refused(source: NoiseSource, shape: tuple[int, ...]) -> None:
+    into = torch.zeros(shape)
+    with pytest.raises(InvalidArgument, match="shapes"):
+        list(source.release("gradient", 1, [torch.ones(5)], [1.0], into=[into]))
+    assert not into.any()

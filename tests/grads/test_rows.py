@@ -12,6 +12,7 @@ from torch import Tensor
 from clipless.grads.pieces import Instantiated, OuterProducts, Share, add_all, rows, sq_norms_of
 from clipless.grads.pieces.rows import Weighted, add_rows, squared_lengths
 from clipless.grads.rules import norm_sums
+from clipless.grads.rules.norm_sums import compiled as compiled_sums
 from compiling import needs_compiler
 
 WIDTHS = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([2047, 2048, 2049, 9000])), min_size=1, max_size=5)
@@ -66,6 +67,17 @@ def test_columns_of_a_kind_of_their_own_are_torchs() -> None:
     total = torch.zeros(10)[::2]
     add_rows([Weighted(total, gaps, torch.ones(3), beta=1)])
     torch.testing.assert_close(total, gaps.sum(0))
+
+
+@pytest.mark.parametrize(("total", "rows", "factors"), [((4,), (3, 5), (3,)), ((5,), (3, 5), (2,))], ids=str)
+def test_sizes_that_do_not_fit_are_refused_and_nothing_beyond_is_touched(
+    total: tuple[int, ...], rows: tuple[int, ...], factors: tuple[int, ...]
+) -> None:
+    good = Weighted(torch.zeros(5), torch.ones(3, 5), torch.ones(3), beta=1)
+    with pytest.raises(RuntimeError):
+        add_rows([good, Weighted(torch.zeros(total), torch.ones(rows), torch.ones(factors), beta=1)])
+    with pytest.raises(RuntimeError):
+        squared_lengths([torch.ones(3, 5), torch.ones(2, 5)])
 
 
 def test_pieces_of_every_kind_together() -> None:
@@ -141,9 +153,8 @@ def test_a_record_that_is_not_finite_stays_so_and_alone(bad: float) -> None:
 
 @needs_compiler
 def test_the_compiled_form_is_as_exact_as_torchs() -> None:
-    fast = norm_sums.compiled()
-    if fast is None:
-        pytest.skip("without the library")
+    fast = compiled_sums()
+    assert fast is not None
     x, grad = 10 * numbers(2, 2000, 64) + 100, numbers(2, 2000, 64, seed=1)
     (scale, shift), (exact, total) = fast(x, grad, 1e-5, True), exact_sums(x, grad, 1, 1e-5, True)
     by_torch = (grad * F.layer_norm(x, [64], eps=1e-5)).sum(1)

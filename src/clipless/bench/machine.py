@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from clipless.noise.normals import compiled
+from clipless.noise.adding import compiled
 
 
 def facts() -> dict[str, Any]:

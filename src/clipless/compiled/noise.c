@@ -15,7 +15,8 @@ void clipless_normals(uint32_t *words, int64_t count);
 
 #define WITH_AES __attribute__((target("aes,ssse3")))
 
-/* The next round's key, from the two before it and the word that the cipher's own table makes of the last. */
+/* The next round's key, from the two before it and the word that the cipher's own table makes of the last. The constants are
+   part of the instructions, so this is no loop. */
 #define NEXT_KEY(keys, at, constant, word)                                                                               \
     do {                                                                                                                 \
         __m128i key = keys[(at) - 2];                                                                                    \
@@ -94,11 +95,11 @@ static void add_noise(const __m128i *keys, float *const *into, const float *cons
     }
 }
 
-/* into[k] = sums[k] + stddevs[k] times normal numbers, for all elements of all tensors; `done` says whether it was. */
+/* into[k] = sums[k] + stddevs[k] times normal numbers, for all elements of all tensors. A processor without AES of its own
+   does nothing, which the check at the first use sees. */
 void clipless_release(const uint8_t *key, float *const *into, const float *const *sums, const float *stddevs,
-                      const int64_t *starts, int64_t tensors, int64_t threads, int64_t *done) {
-    *done = __builtin_cpu_supports("aes") && __builtin_cpu_supports("ssse3");
-    if (!*done)
+                      const int64_t *starts, int64_t tensors, int64_t threads) {
+    if (!__builtin_cpu_supports("aes") || !__builtin_cpu_supports("ssse3"))
         return;
     __m128i keys[ROUNDS + 1];
     expand(key, keys);

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,38 +15,41 @@ from clipless.errors import UnsupportedModule
 
 @dataclass(frozen=True)
 class Refusal:
-    """A kind of module that is refused: which, in what state, why, and what to do instead."""
+    """A kind of module that is refused: which, in what state, why, and what to do instead. `applies` is asked of modules of
+    these kinds only."""
 
     what: str
-    applies: Callable[[nn.Module], bool]
+    kinds: tuple[type[nn.Module], ...]
+    applies: Callable[[Any], bool]
     why: str
     remedy: str
 
 
-def _mixes_the_batch(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+def _mixes_the_batch(module: _BatchNorm) -> bool:
+    return module.training or module.running_mean is None
 
 
-def _tracks_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _InstanceNorm) and module.training and module.track_running_stats
+def _tracks_statistics(module: _InstanceNorm) -> bool:
+    return module.training and module.track_running_stats
 
 
-def _rescales_rows(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+def _rescales_rows(module: nn.Embedding | nn.EmbeddingBag) -> bool:
+    return module.max_norm is not None
 
 
-def _divides_by_counts(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq
+def _divides_by_counts(module: nn.Embedding | nn.EmbeddingBag) -> bool:
+    return module.scale_grad_by_freq
 
 
-def _hides_its_dropout(module: nn.Module) -> bool:
-    hidden = isinstance(module, nn.RNNBase) and module.training and module.dropout > 0 and module.num_layers > 1
+def _hides_its_dropout(module: nn.RNNBase) -> bool:
+    hidden = module.training and module.dropout > 0 and module.num_layers > 1
     return hidden and any(parameter.requires_grad for parameter in module.parameters())
 
 
 REFUSALS = (
     Refusal(
         "BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm in training mode or without running statistics",
+        (_BatchNorm,),
         _mixes_the_batch,
         "mixes records, so no per-record bound exists",
         "Replace it with GroupNorm (clipless.replace_batchnorm(model)) or put it in eval mode (with running statistics) "
@@ -53,24 +57,28 @@ REFUSALS = (
     ),
     Refusal(
         "InstanceNorm1d, InstanceNorm2d, InstanceNorm3d with running statistics in training mode",
+        (_InstanceNorm,),
         _tracks_statistics,
         "keeps running statistics of the training records, which no noise protects",
         "Build it with track_running_stats=False",
     ),
     Refusal(
         "Embedding, EmbeddingBag with max_norm",
+        (nn.Embedding, nn.EmbeddingBag),
         _rescales_rows,
         "has max_norm, which rescales the rows that the records use, without noise",
         "Build it with max_norm=None",
     ),
     Refusal(
         "Embedding, EmbeddingBag with scale_grad_by_freq",
+        (nn.Embedding, nn.EmbeddingBag),
         _divides_by_counts,
         "has scale_grad_by_freq, which divides by counts over the whole batch and so mixes records",
         "Build it with scale_grad_by_freq=False",
     ),
     Refusal(
         "RNN, LSTM, GRU of several layers with dropout in training mode",
+        (nn.RNNBase,),
         _hides_its_dropout,
         "draws its dropout between layers where it cannot be seen, so its gradient per record cannot be computed again",
         "Build single layers with dropout=0 and put nn.Dropout between them",
@@ -78,16 +86,16 @@ REFUSALS = (
 )
 
 
-# The kinds of modules that a refusal can apply to; most modules are of none.
-SUSPECTS = (_BatchNorm, _InstanceNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBase)
+# Most modules are of none of these kinds.
+_SUSPECTS = tuple(kind for refusal in REFUSALS for kind in refusal.kinds)
 
 
 def refuse_module(module: nn.Module, name: str) -> None:
     """Raise if the module, in its present mode, mixes the records of a batch or keeps statistics of them."""
-    if not isinstance(module, SUSPECTS):
+    if not isinstance(module, _SUSPECTS):
         return
     for refusal in REFUSALS:
-        if refusal.applies(module):
+        if isinstance(module, refusal.kinds) and refusal.applies(module):
             raise UnsupportedModule(f"{type(module).__name__} {name!r} {refusal.why}. {refusal.remedy}.")
 
 

@@ -49,6 +49,7 @@ def add_noise(key: bytes, sums: Lines, stddevs: Sequence[float], into: Lines) ->
     True
     """
     fits = all(line.dtype is torch.float32 and line.is_contiguous() for line in (*sums, *into))
+    fits = fits and all(len(one) == len(other) for one, other in zip(sums, into, strict=True))
     adds = compiled() if fits else None
     (adds or by_numpy)(key, sums, stddevs, into)
 
@@ -83,26 +84,21 @@ def _hand_out(key: bytes, lines: Lines, write: Callable[[Span, Floats], None]) -
 
 @functools.cache
 def compiled(library: Path = LIBRARY) -> Adds | None:
-    """The addition from a compiled library, if there is one, the processor has the cipher, and it does what numpy does."""
-    release = function("clipless_release", *[POINTER] * 5, *[COUNT] * 2, POINTER, library=library)
+    """The addition from a compiled library, if there is one and it does what numpy does; without a cipher in the processor
+    it does nothing."""
+    release = function("clipless_release", *[POINTER] * 5, *[COUNT] * 2, library=library)
     if release is None:
         return None
 
     def adds(key: bytes, sums: Lines, stddevs: Sequence[float], into: Lines) -> None:
         assert len(key) == 32
-        tensors, done = len(sums), COUNT(0)
+        tensors = len(sums)
         starts = [0, *itertools.accumulate(map(len, sums))]
         places = [(POINTER * tensors)(*[line.data_ptr() for line in lines]) for lines in (into, sums)]
         scales = (ctypes.c_float * tensors)(*map(float, stddevs))
-        work = threads(8 * starts[-1])
-        release(key, *places, scales, (COUNT * len(starts))(*starts), tensors, work, ctypes.addressof(done))
-        if not done.value:
-            raise NotImplementedError("this processor has no AES of its own")
+        release(key, *places, scales, (COUNT * len(starts))(*starts), tensors, threads(8 * starts[-1]))
 
-    try:
-        return adds if _agrees(adds) else None
-    except NotImplementedError:
-        return None
+    return adds if _agrees(adds) else None
 
 
 def _agrees(adds: Adds) -> bool:
@@ -111,7 +107,7 @@ def _agrees(adds: Adds) -> bool:
     sizes = (1, 0, CHUNK - 2, 3 * CHUNK, 5, BLOCK - 4 * CHUNK, CHUNK + 7)
     sums = [torch.from_numpy(np.linspace(-3, 3, size, dtype=np.float32)) for size in sizes]
     stddevs = [0.1 * (number + 1) for number in range(len(sizes))]
-    ours, theirs = ([torch.empty_like(line) for line in sums] for _ in range(2))
+    ours, theirs = ([torch.from_numpy(np.zeros(size, np.float32)) for size in sizes] for _ in range(2))
     for key in (bytes(range(32)), bytes(range(255, 223, -1))):
         adds(key, sums, stddevs, ours)
         by_numpy(key, sums, stddevs, theirs)

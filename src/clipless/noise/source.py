@@ -66,6 +66,8 @@ def usable(stddevs: Sequence[float]) -> Sequence[float]:
 def released_into(values: Sequence[Tensor], into: Sequence[Tensor] | None) -> list[Tensor]:
     """The tensors that a release is written to."""
     if into is not None:
+        if not all(out is value or out.shape == value.shape for out, value in zip(into, values, strict=True)):
+            raise InvalidArgument("a release goes to tensors of the values' shapes, and `into` has others.")
         return list(into)
     return [torch.empty(value.shape, dtype=released_dtype(value), device=value.device) for value in values]
 

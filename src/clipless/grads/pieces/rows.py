@@ -7,7 +7,7 @@ for float32 in main memory; torch does the same, tensor by tensor, for everythin
 import ctypes
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ def squared_lengths(rows: Sequence[Tensor]) -> Tensor:
             [ 5.]])
     """
     fast = compiled()
-    if fast is None or not all(map(_suits, rows)):
+    if fast is None or not all(_suits(tensor) and len(tensor) == len(rows[0]) for tensor in rows):
         return lengths_by_torch(rows)
     return fast.squared_lengths(rows)
 
@@ -49,10 +49,15 @@ def add_rows(sums: Sequence[Weighted]) -> None:
     tensor([13., 24.])
     """
     fast = compiled()
-    if fast is None or not all(_suits(total) and _suits(rows) for total, rows, _, _ in sums):
+    if fast is None or not all(_fits(one, len(sums[0].rows)) for one in sums):
         sums_by_torch(sums)
     else:
-        fast.add_rows([sum._replace(factors=sum.factors.to(torch.float32).contiguous()) for sum in sums])
+        fast.add_rows([one._replace(factors=one.factors.to(torch.float32).contiguous()) for one in sums])
+
+
+def _fits(one: Weighted, records: int) -> bool:
+    shapes = one.rows.shape == (records, len(one.total)) and one.factors.shape == (records,)
+    return shapes and _suits(one.total) and _suits(one.rows)
 
 
 def _suits(tensor: Tensor) -> bool:
@@ -69,38 +74,37 @@ def sums_by_torch(sums: Sequence[Weighted]) -> None:
         torch.addmv(total, rows.mT, factors.to(rows.dtype), beta=beta, out=total)
 
 
-class Compiled:
-    """The compiled forms of both."""
+class Compiled(NamedTuple):
+    """The compiled forms of both, for what suits them."""
 
-    def __init__(self, library: Path) -> None:
-        arguments = (POINTER, POINTER, COUNT, COUNT, POINTER, COUNT)
-        self.lengths = function("clipless_squared_lengths", *arguments, library=library)
-        self.sums = function("clipless_add_rows", *[POINTER] * 5, *[COUNT] * 3, library=library)
-
-    def squared_lengths(self, rows: Sequence[Tensor]) -> Tensor:
-        assert self.lengths is not None
-        records = rows[0].shape[0]
-        found = torch.empty(len(rows), records)
-        widths = [tensor.shape[1] for tensor in rows]
-        work = threads(4 * records * sum(widths))
-        self.lengths(_places(rows), _counts(widths), len(rows), records, found.data_ptr(), work)
-        return found
-
-    def add_rows(self, sums: Sequence[Weighted]) -> None:
-        assert self.sums is not None
-        totals, rows, factors, betas = zip(*sums, strict=True)
-        records = rows[0].shape[0]
-        widths = [tensor.shape[1] for tensor in rows]
-        work = threads(4 * records * sum(widths))
-        places = (_places(totals), _places(rows), _places(factors))
-        self.sums(*places, _counts(widths), _counts(betas), len(sums), records, work)
+    squared_lengths: Callable[[Sequence[Tensor]], Tensor]
+    add_rows: Callable[[Sequence[Weighted]], None]
 
 
 @functools.cache
 def compiled(library: Path = LIBRARY) -> Compiled | None:
     """The compiled forms, if there is a library and it does what torch does."""
-    found = Compiled(library)
-    return None if found.lengths is None or found.sums is None or not _agrees(found) else found
+    lengths = function("clipless_squared_lengths", POINTER, POINTER, COUNT, COUNT, POINTER, COUNT, library=library)
+    add = function("clipless_add_rows", *[POINTER] * 5, *[COUNT] * 3, library=library)
+    if lengths is None or add is None:
+        return None
+
+    def squared_lengths(rows: Sequence[Tensor]) -> Tensor:
+        records, widths = len(rows[0]), [tensor.shape[1] for tensor in rows]
+        found = torch.empty(len(rows), records)
+        lengths(
+            _places(rows), _counts(widths), len(rows), records, found.data_ptr(), threads(4 * records * sum(widths))
+        )
+        return found
+
+    def add_rows(sums: Sequence[Weighted]) -> None:
+        totals, rows, factors, betas = zip(*sums, strict=True)
+        records, widths = len(rows[0]), [tensor.shape[1] for tensor in rows]
+        places = (_places(totals), _places(rows), _places(factors))
+        add(*places, _counts(widths), _counts(betas), len(sums), records, threads(4 * records * sum(widths)))
+
+    found = Compiled(squared_lengths, add_rows)
+    return found if _agrees(found) else None
 
 
 def _places(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
