@@ -19,7 +19,7 @@ from clipless.checkpoint import capture, read_checkpoint
 from clipless.clipping import Clipping, as_clipping
 from clipless.errors import BudgetSpent, InvalidType, Misuse
 from clipless.fingerprint import fingerprint
-from clipless.grads import Engine, Tuner, as_tuner
+from clipless.grads import CheckSchedule, Engine, Tuner, as_tuner
 from clipless.noise import NoiseSource, noise_source
 from clipless.partition import partition
 from clipless.plan import PrivacyPlan, make_plan
@@ -29,6 +29,7 @@ from clipless.refusals import (
     refuse_arguments,
     refuse_changed_parameters,
     refuse_incomplete,
+    refuse_losses,
     refuse_optimizer,
     refuse_other_optimizers,
     refuse_other_plan,
@@ -122,9 +123,11 @@ class Private:
         self._allow_overspend = allow_overspend
         self._batch: Batch | None = None
         self._statistic: Tensor | None = None
+        self._schedule = CheckSchedule()
         self._journal: Journal | None = None
         self._policy_state = plan.clipping.policy.init(plan.setting)
         self._engine = Engine(model, plan.groups, self._factors, self._observe, tuner)
+        self._engine.tape.self_check.active = True
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate)
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
         self._handles: list[RemovableHandle] = []
@@ -211,9 +214,20 @@ class Private:
 
     def open_part(self, records: int) -> None:
         """The records of the next forward and backward pass."""
-        self._engine.open(records, scale=records if self.plan.loss_reduction == "mean" else 1)
+        mean = self.plan.loss_reduction == "mean"
+        self._engine.open(records, records if mean else 1, averaged=mean, check=self._schedule.due(records))
 
     # One step.
+
+    def backward(self, losses: Tensor) -> None:
+        """The backward pass from one loss per record, a tensor of shape (B,): nothing is left to be misstated.
+
+        A loss that depends on other records, by a weighted mean or a statistic of the batch, is found and refused in the
+        first step. `loss.backward()` on a mean or a sum, which `loss_reduction` must name, does the same for a model
+        whose loss keeps its records apart, and cannot tell if it does.
+        """
+        refuse_losses(losses, self._engine.tape.part)
+        self._engine.backward(losses)
 
     def _factors(self, norms: Tensor, groups: Sequence[int]) -> Tensor:
         """How much of some records enters these groups' sums over the expected batch, [g,b]."""
@@ -246,12 +260,12 @@ class Private:
         self.history.append(self._policy_state, statistic)
 
     def _noised_gradients(self, step: int) -> dict[str, Tensor]:
-        """The clipped sum over the expected batch, for each parameter: noise is added where it lies."""
+        """The clipped sum over the expected batch with noise, for each parameter: tensors of their own, every time."""
         sums, parameters = self._engine.complete(), self._engine.tape.parameters
         thresholds = self.plan.clipping.policy.thresholds(self._policy_state)
         by_group = (self.plan.stddevs(step, thresholds).flatten() / self.plan.expected_batch).tolist()
         stddevs = [by_group[self.plan.groups.group_of[name]] for name in parameters]
-        released = self._source.release("gradient", step, list(sums.values()), stddevs, into=list(sums.values()))
+        released = self._source.release("gradient", step, list(sums.values()), stddevs)
         return {name: noised.to(p.dtype) for (name, p), noised in zip(parameters.items(), released, strict=True)}
 
     def _noised_statistic(self, step: int) -> Tensor | None:

@@ -4,11 +4,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from clipless.errors import InvalidArgument, InvalidType, Misuse
+from clipless.grads.frames import Part, became_trainable
+from clipless.grads.layout import written
 
 
 def trainable(model: object) -> dict[str, nn.Parameter]:
@@ -70,6 +72,24 @@ def refuse_arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
         )
 
 
+def refuse_losses(losses: object, part: Part | None) -> None:
+    """Refuses what is not one loss for each record of the open part."""
+    if part is None:
+        raise Misuse("backward() without a batch: take one from private.loader, run the model on it, then backward().")
+    if not isinstance(losses, Tensor):
+        raise InvalidType(f"backward() takes a tensor of one loss per record, got {type(losses).__name__}.")
+    if losses.shape != (part.records,):
+        shape = written(losses.shape, part.records)
+        raise InvalidArgument(
+            f"backward() takes one loss per record, a tensor of shape (B,), got {shape}: use reduction='none', and average "
+            "over each record's own tokens or outputs."
+        )
+    if not losses.requires_grad and part.records:
+        raise Misuse(
+            "the losses have no gradient: compute them from the model's output, without no_grad() or detach()."
+        )
+
+
 def refuse_incomplete(seen: int, records: int | None) -> None:
     """Refuses a step without a batch (`records` is None), or on one of which only `seen` records were in backward()."""
     if records is None:
@@ -87,7 +107,7 @@ def refuse_changed_parameters(model: nn.Module, optimizer: Optimizer, private: d
     known = {id(p) for p in private.values()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in known:
-            raise Misuse(f"parameter {name!r} became trainable after make_private: freeze it, or attach anew.")
+            raise became_trainable(name)
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
         raise Misuse("the optimizer got parameters that are not private: add them before make_private.")
 

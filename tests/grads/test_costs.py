@@ -1,6 +1,7 @@
 """What a private step costs over a plain one, in operations, calls and bytes: counted, never timed."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -63,9 +64,16 @@ def steps(problem: Problem, clipping: clipless.Clipping | None, tuner: Tuner | N
         yield private
 
 
-def flops(problem: Problem, clipping: clipless.Clipping | None) -> int:
+def ordinary(problem: Problem, clipping: clipless.Clipping | None) -> Iterator[Any]:
+    """The steps after the first two, which check themselves."""
     one = steps(problem, clipping)
     next(one)
+    next(one)
+    return one
+
+
+def flops(problem: Problem, clipping: clipless.Clipping | None) -> int:
+    one = ordinary(problem, clipping)
     with FlopCounterMode(
         display=False, custom_mapping={WEIGHT_GRADIENT.overloadpacket: convolution_backward_flops}
     ) as count:
@@ -107,8 +115,7 @@ class Calls(TorchDispatchMode):
 def matrix_products(layers: int, clipping: clipless.Clipping | None) -> int:
     problem = PROBLEMS["mlp"]
     deep = Problem("deep", "deep", 8, lambda: _deep(layers), problem.inputs, 10)
-    one = steps(deep, clipping)
-    next(one)
+    one = ordinary(deep, clipping)
     with Calls() as calls:
         next(one)
     return sum(name in {"mm", "addmm", "bmm", "baddbmm"} for name in calls.names)
@@ -170,21 +177,41 @@ def test_one_layer_at_a_time_holds_few_layers_at_a_time(monkeypatch: pytest.Monk
     assert most["per-layer", 1] < most["per-layer", 2**21] < most["per-layer", 1] + 2**21
 
 
-def test_gradients_live_where_the_sums_were_and_in_the_same_memory_at_every_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sums: list[list[int]] = []
+def test_memory_of_sums_without_noise_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums: set[int] = set()
     release = SeededNoise.release
 
     def spied(source: SeededNoise, stream: str, step: int, values: list[Tensor], *rest: Any, **more: Any) -> Any:
-        sums.append([value.data_ptr() for value in values])
+        sums.update(value.untyped_storage().data_ptr() for value in values)
         return release(source, stream, step, values, *rest, **more)
 
     monkeypatch.setattr(SeededNoise, "release", spied)
     one = steps(SMALL["cnn"], FLAT)
-    grads = [[p.grad.data_ptr() for p in next(one)._engine.tape.parameters.values()] for _ in range(4)]
-    assert grads == sums
-    assert grads[0] == grads[1] == grads[2] == grads[3]
+    for _ in range(4):
+        parameters = next(one)._engine.tape.parameters
+        assert sums.isdisjoint(p.grad.untyped_storage().data_ptr() for p in parameters.values())
+    assert len(sums) == len(parameters)
+
+
+def test_nothing_without_noise_is_ever_seen_through_an_earlier_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in its storage, not through a weak reference to it, at no moment of the next steps."""
+    one = steps(SMALL["cnn"], FLAT)
+    weight = next(iter(next(one)._engine.tape.parameters.values()))
+    storage, weak, released = weight.grad.untyped_storage(), weakref.ref(weight.grad), weight.grad.clone()
+    seen: list[Tensor] = []
+    add = SeededNoise.release
+
+    def looked(*args: Any, **more: Any) -> Any:
+        there = weak()
+        seen.append(torch.empty(0).set_(storage, 0, released.shape).clone())
+        seen.extend([] if there is None else [there.clone()])
+        return add(*args, **more)
+
+    monkeypatch.setattr(SeededNoise, "release", looked)
+    next(one)
+    next(one)
+    assert len(seen) >= 2
+    assert all(torch.equal(value, released) for value in seen)
 
 
 def sent(grad: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipless.grads.buffers import Buffers
+from clipless.grads.entry import Entry
 from clipless.grads.frames import Part
 from clipless.grads.pieces import Piece, Share, add_all, combine, forget, formed, measured, sq_norms_of
 from clipless.grads.receiver import Receiver
@@ -47,10 +48,11 @@ class Engine:
         self._buffers = Buffers()
         self._clips: list[Clip] = []
         self._ready: dict[int, float] = {}
+        self._checked: list[Entry] = []
 
     def clear(self) -> None:
         """Forget the sums: a new logical batch begins."""
-        self.sums, self.seen = {}, 0
+        self.sums, self.seen, self._checked = {}, 0, []
         self.tape.open(None)
 
     def close(self) -> None:
@@ -59,18 +61,31 @@ class Engine:
         forget()
 
     def complete(self) -> dict[str, Tensor]:
-        """The sum of every parameter, to be turned into what is released: zeros for those that no record reached."""
+        """The sum of every parameter: zeros for those that no record reached. Refused if a gradient got lost, or if the
+        batch has written into the model."""
+        self.tape.self_check.compare(self._checked, self.tape.parameters)
+        self.tape.refuse_changes()
         for name, parameter in self.tape.parameters.items():
             if name not in self.sums:
                 self.sums[name] = self._buffers.take(name, parameter).zero_()
         return {name: self.sums[name] for name in self.tape.parameters}
 
-    def open(self, records: int, scale: float) -> None:
+    def open(self, records: int, scale: float, averaged: bool = False, check: bool = False) -> None:
+        """The next forward and backward pass is on so many records; `check` asks that it be checked."""
         self._scale = scale
         self._tuner.begin()
         self._clips = [Clip(set(members)) for members in self._groups.members]
         self._ready = {}
-        self.tape.open(Part(records))
+        self.tape.open(Part(records, due=check and records > 0, averaged=averaged))
+
+    def backward(self, losses: Tensor) -> None:
+        """From one loss for each record of the part."""
+        part = self.tape.part
+        if part is not None and part.records and losses.requires_grad:
+            self._scale, part.averaged = 1.0, False
+            if part.check is not None:
+                part.check.seed_losses(losses)
+        losses.backward(torch.ones_like(losses))
 
     def _take(self, part: Part, name: str, uses: list[Piece]) -> None:
         """All pieces of a parameter are there. Groups with all their parameters are clipped soon."""
@@ -107,6 +122,7 @@ class Engine:
         self._observe(torch.stack([clip.norms for clip in self._clips if clip.norms is not None]))
         self._clips = []
         self.seen += part.records
+        self._checked += self.tape.self_check.passed(part)
 
     def _add(self, groups: list[int], norms: Tensor) -> None:
         """Clip by the norms [g,b], and add, what is held for these groups."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
+from clipless.grads.checks import PartCheck
 from clipless.grads.layout import Dims, Place, Shapes, packed_in, shapes_of, written
 from clipless.grads.pieces import Piece
 from clipless.grads.takeover import Takeover
@@ -19,10 +20,15 @@ class Part:
     `uses` counts the taps that the forward pass made for a parameter; `late` is set when a part of the model runs again in
     the backward pass, where more of them may be made. `tapped` are the bytes of the outputs that were tapped: about what
     norms need, as as many bytes of gradients come back. `broken` are the records with data that are not finite, [b], if
-    these were looked at.
+    these were looked at. `due` asks for the checks of this part, which `check` makes; `averaged` says that the loss divided
+    by the number of records, and `modes` which modules were in training mode.
     """
 
     records: int
+    due: bool = False
+    averaged: bool = False
+    check: PartCheck | None = None
+    modes: list[bool] = field(default_factory=list)
     uses: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     arrived: set[str] = field(default_factory=set)
@@ -45,6 +51,7 @@ class Frame:
     takeover: Takeover | None = None
     dims: Dims = ()
     out_dims: Dims = ()
+    unsure: bool = False
     random_state: list[Any] = field(default_factory=list)
 
 
@@ -141,3 +148,29 @@ def used_again(name: str) -> CliplessError:
         f"parameter {name!r} was used once more, by a part of the model that is checkpointed with use_reentrant=True, after "
         "its gradient seemed complete. Checkpoint with use_reentrant=False."
     )
+
+
+def rounded_mean() -> CliplessError:
+    return Misuse(
+        "a mean loss whose gradient has 16 bits: the division by the number of records is rounded, so that one record more "
+        "changes the share of every other. Call private.backward(losses) with one loss per record (reduction='none'), or "
+        "sum the losses and pass loss_reduction='sum'."
+    )
+
+
+def modes_changed() -> CliplessError:
+    return Misuse(
+        "train() or eval() was called between the forward pass and its backward(), so what is computed again for the "
+        "gradients of single records would not be the same. Call backward() first."
+    )
+
+
+def model_changed(name: str) -> CliplessError:
+    return Misuse(
+        f"module {name!r} got another child or parameter after make_private, which clipless does not watch: build the model "
+        "first, then call make_private, or detach() and attach anew."
+    )
+
+
+def became_trainable(name: str) -> CliplessError:
+    return Misuse(f"parameter {name!r} became trainable after make_private: freeze it, or attach anew.")

@@ -92,11 +92,32 @@ class Layout:
     def knows(self, place: Place) -> bool:
         return place in self._dims or place.first() in self._dims
 
+    def sure(self, place: Place, shapes: Shapes) -> bool:
+        """Whether the place was met, with as many tensors: else sizes alone say where the records may lie."""
+        return len(self._known(place) or ()) == len(shapes)
+
+    def learn(self, place: Place, dims: Dims) -> None:
+        """Records lie along these dimensions there."""
+        self._dims[place] = dims
+
+    def _known(self, place: Place) -> Dims | None:
+        return self._dims[place] if place in self._dims else self._dims.get(place.first())
+
+    def output_dims(self, place: Place, shapes: Shapes, records: int) -> Dims:
+        """As `dims`, with None also where records have no dimension of their own."""
+        known = self._known(place)
+        if known is None or len(known) != len(shapes):
+            return tuple(None for _ in shapes)
+        pairs = zip(shapes, known, strict=True)
+        return tuple(
+            dim if dim is not None and 0 <= dim < len(shape) and shape[dim] == records else None for shape, dim in pairs
+        )
+
     def dims(self, place: Place, shapes: Shapes, records: int) -> Dims:
         """For each tensor at the place the dimension along which its records lie, None if it carries none."""
-        known = self._dims[place] if place in self._dims else self._dims.get(place.first())
+        known = self._known(place)
         if known is None or len(known) != len(shapes):
-            return tuple(0 if len(shape) > 0 and shape[0] == records else None for shape in shapes)
+            return tuple(shape.index(records) if records in shape else None for shape in shapes)
         for shape, dim in zip(shapes, known, strict=True):
             if dim is not None and (dim == NOWHERE or dim >= len(shape) or shape[dim] != records):
                 raise _rows_are_not_records(place, shape, records)
@@ -209,6 +230,17 @@ def resized(values: Any, reading: Reading, target: int) -> Any:
         return leaf.index_select(dim, torch.arange(target, device=leaf.device) * records // target)
 
     return pytree.tree_map(resize, values)
+
+
+def selected(values: Any, reading: Reading, rows: Tensor) -> Any:
+    """The structure with these of its records."""
+    numbers = count()
+
+    def select(leaf: Any) -> Any:
+        dim = reading.get(next(numbers)) if isinstance(leaf, Tensor) else None
+        return leaf if dim is None else leaf.index_select(dim, rows.to(leaf.device))
+
+    return pytree.tree_map(select, values)
 
 
 @contextmanager

@@ -4,32 +4,54 @@ With the input that the tap remembers, the module's layer rule makes pieces of i
 is handed on at once, so that its buffers can be dropped while the backward pass goes on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from clipless.errors import Misuse
-from clipless.grads.frames import Part, not_its_own, used_again
+from clipless.errors import CliplessError, Misuse
+from clipless.grads.checks import ROOT, Trial, gradients_set_aside, leaves_of
+from clipless.grads.entry import Entry
+from clipless.grads.frames import Part, modes_changed, not_its_own, rounded_mean, used_again
+from clipless.grads.layout import Dims
 from clipless.grads.pieces import Piece
 from clipless.grads.rules import LayerRule, Use
 from clipless.grads.shared import Crossing
-from clipless.grads.tap import Call
+from clipless.grads.tap import Busy, Call
+
+
+@dataclass
+class Output:
+    """The output of the outermost module, as a place where gradients arrive."""
+
+    entry: Entry | None
+    out_dims: Dims
+    owner: str = ROOT
+    unsure: bool = False
+
+    def settle(self, dims: Dims) -> None:
+        """It is known where the records of an output lie."""
 
 
 class Receiver:
     """Collects every parameter's pieces for the open part.
 
     `on_parameter(part, name, pieces)` is called once for each parameter that was reached, `on_complete(part)` when the
-    backward pass is over. While `busy`, modules are run by rules, and hooks must let them pass.
+    backward pass is over. While `busy`, modules are run by rules, and hooks must let them pass. While there is a `trial`,
+    what arrives is for a check alone.
     """
 
     def __init__(
         self, on_parameter: Callable[[Part, str, list[Piece]], None], on_complete: Callable[[Part], None]
     ) -> None:
         self.rules: dict[str, LayerRule] = {}
+        self.parameters: Mapping[str, nn.Parameter] = {}
+        self.modules: list[nn.Module] = []
         self.part: Part | None = None
-        self.busy = False
+        self.busy = Busy()
+        self.trial: Trial | None = None
         self._on_parameter = on_parameter
         self._on_complete = on_complete
 
@@ -38,26 +60,92 @@ class Receiver:
         part = self._current(call)
         if part.records == 0:
             return
+        wanted = self._look(part, call, grads)
         args, kwargs, kept = call.rebuild(tensors)
+        if not wanted and kept is None:
+            return
+        if self.trial is not None and kept is not None:
+            kept = kept.copied()
         use = Use(call.module, args, kwargs, call.dims, call.out_dims, tuple(call.wanted), part.records, kept)
         grads = tuple(grad.movedim(dim, 0) if dim else grad for grad, dim in zip(grads, call.out_dims, strict=True))
-        self.busy = True
-        try:
-            pieces = self.rules[call.name](use, grads)
-        finally:
-            self.busy = False
+        with self.plainly():
+            pieces = self.rules[call.owner](use, grads)
         for local, name in call.wanted.items():
             if local not in pieces:
                 raise not_its_own(name, call.module)
-        # The cheap ones first: the last one that a group waits for can be clipped without being held.
-        self._take(part, [(call.wanted[local], pieces[local]) for local in reversed(list(call.wanted))])
+        if wanted:
+            # The cheap ones first: the last one that a group waits for can be clipped without being held.
+            self._take(part, [(call.wanted[local], pieces[local]) for local in reversed(list(call.wanted))])
 
     def crossing(self, crossing: Crossing, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """The gradient of an operation on shared tensors has arrived."""
         part = self._current(crossing)
-        self._take(part, crossing.pieces(tensors, grads))
+        if part.records and self._look(part, crossing, grads):
+            self._take(part, crossing.pieces(tensors, grads))
+
+    def output(self, part: Part, entry: Entry, grads: tuple[Tensor | None, ...]) -> None:
+        """The gradient of the outermost module's output has arrived, in a pass that is checked."""
+        self._refuse_other(part)
+        assert part.check is not None
+        root = Output(entry, tuple(dim for dim, grad in zip(entry.out_dims, grads, strict=True) if grad is not None))
+        arrived = [grad for grad in grads if grad is not None]
+        apart = all(dim is not None for dim in root.out_dims)
+        if self.trial is not None:
+            if apart:
+                self.trial.hear(root, arrived)
+            return
+        if part.check.at_losses and apart:
+            part.check.compare(root, arrived)
+        part.check.at_output(entry, grads)
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Inside, hooks let modules pass."""
+        self.busy.now, before = True, self.busy.now
+        try:
+            yield
+        finally:
+            self.busy.now = before
+
+    def run(self, outputs: list[Tensor], grads: list[Tensor], anchors: list[Tensor], trial: Trial) -> None:
+        """A backward pass from these outputs to the taps on these anchors. The graph is kept, and gradients go to the
+        trial."""
+        part, before = self.part, self.trial
+        assert part is not None
+        uses, late = dict(part.uses), part.late
+        self.trial = trial
+        try:
+            torch.autograd.grad(outputs, anchors, grads, retain_graph=True, allow_unused=True)
+        except RuntimeError as refused:
+            if isinstance(refused, CliplessError) or "use_reentrant" not in str(refused):
+                raise
+            trial.forget()
+            with gradients_set_aside(leaves_of(outputs)):
+                torch.autograd.backward(outputs, grads, retain_graph=True)
+        finally:
+            self.trial, part.uses, part.late = before, uses, late
+
+    def _look(self, part: Part, tap: Call | Crossing, grads: tuple[Tensor, ...]) -> bool:
+        """Check the gradients that arrived, if this is for now; whether pieces are to be made of them."""
+        if part.averaged and any(grad.dtype.itemsize < 4 for grad in grads):
+            raise rounded_mean()
+        check, trial = part.check, self.trial
+        if trial is None:
+            if check is not None and check.at_losses:
+                check.compare(tap, grads)
+            return True
+        if trial.totals is None:
+            trial.hear(tap, grads)
+            return False
+        if check is not None and not check.at_losses:
+            check.compare(tap, grads)
+        return True
 
     def _take(self, part: Part, pieces: list[tuple[str, Piece]]) -> None:
+        if self.trial is not None:
+            for name, piece in pieces:
+                self.trial.add(name, piece, self.parameters[name])
+            return
         for name, piece in pieces:
             if name in part.arrived:
                 raise used_again(name)
@@ -76,8 +164,20 @@ class Receiver:
             raise Misuse(
                 "backward(create_graph=True) is not supported: gradients of gradients have no bound per record."
             )
+        part = self._refuse_other(call.part)
+        if not part.begun and part.modes and part.modes != [module.training for module in self.modules]:
+            raise modes_changed()
+        if self.trial is not None:
+            return part
+        if not part.begun:
+            part.begun = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+        return part
+
+    def _refuse_other(self, origin: object) -> Part:
+        """The open part, if that is where a gradient comes from for the first time."""
         part = self.part
-        if part is None or call.part is not part:
+        if part is None or origin is not part:
             raise Misuse(
                 "backward() on a batch that did not come from private.loader, or not on its newest one: the privacy "
                 "analysis holds for Poisson batches only. Iterate over private.loader and backward each batch before "
@@ -88,9 +188,6 @@ class Receiver:
                 "a second backward() on the same records: their gradients would be clipped apart and count twice. Add "
                 "the losses and call backward() once, or split the batch with private.loader.microbatches(n)."
             )
-        if not part.begun:
-            part.begun = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
         return part
 
     def _complete(self) -> None:

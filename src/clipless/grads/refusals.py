@@ -1,14 +1,12 @@
 """What cannot be bounded per record and is refused by name: modules that mix records or learn from them in secret."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.utils.parametrizations import _SpectralNorm
 
 from clipless.errors import UnsupportedModule
 
@@ -97,51 +95,3 @@ def refuse_module(module: nn.Module, name: str) -> None:
     for refusal in REFUSALS:
         if isinstance(module, refusal.kinds) and refusal.applies(module):
             raise UnsupportedModule(f"{type(module).__name__} {name!r} {refusal.why}. {refusal.remedy}.")
-
-
-def watched_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tensor]:
-    """All buffers but those of spectral norm, whose power iteration looks at the weights and never at a record."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, module in modules
-        if module._buffers and not isinstance(module, _SpectralNorm)
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }
-
-
-class BufferGuard:
-    """Notices buffers that a forward pass in training changes: what the records write there, no noise protects."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._modules = list(model.named_modules())
-        self._before: dict[str, tuple[Tensor, int]] = {}
-        self._values: dict[str, Tensor] = {}
-        self._clean = False
-
-    def remember(self) -> None:
-        """Note the buffers as they are. Until one forward pass was clean their values are kept, to be put back."""
-        self._before = {name: (buffer, buffer._version) for name, buffer in watched_buffers(self._modules).items()}
-        if not self._clean:
-            self._values = {name: buffer.detach().clone() for name, buffer in watched_buffers(self._modules).items()}
-
-    def refuse_changes(self) -> None:
-        """Raise if a buffer was written to or replaced since `remember`."""
-        now = watched_buffers(self._modules)
-        for name, (buffer, version) in self._before.items():
-            if now.get(name) is not buffer or buffer._version != version:
-                self._put_back()
-                raise UnsupportedModule(
-                    f"buffer {name!r} changes during a training forward pass, which would store the records without "
-                    "noise. Turn off what tracks statistics there, or put that module in eval mode."
-                )
-        self._values, self._clean = {}, True
-
-    def _put_back(self) -> None:
-        with torch.no_grad():
-            for name, value in self._values.items():
-                buffer = self._before[name][0]
-                buffer.copy_(value)
-                owner, _, own_name = name.rpartition(".")
-                self._model.get_submodule(owner)._buffers[own_name] = buffer

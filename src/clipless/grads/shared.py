@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
 from clipless.grads.attention import multi_head_attention
+from clipless.grads.entry import Entry
 from clipless.grads.layout import Dims
 from clipless.grads.pieces import Instantiated, OuterProducts, Piece, Scattered
 from clipless.grads.rules.generic import differentiable
@@ -143,7 +144,12 @@ class Crossing:
     """An operation in which shared tensors meet the records, kept until its gradient arrives."""
 
     part: object
+    entry: Entry | None
     receive: Callable[["Crossing", tuple[Tensor, ...], tuple[Tensor, ...]], None]
+    unsure = False
+
+    def settle(self, dims: Dims) -> None:
+        """What no probe has seen of an operation is refused, so nothing is left to settle."""
 
     def __init__(
         self, func: Function, leaves: list[Any], spec: pytree.TreeSpec, dims: Dims, out_dims: Dims, plain: int

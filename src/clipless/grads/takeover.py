@@ -35,6 +35,10 @@ class Kept(NamedTuple):
     traces: list[Trace]
     ahead: Ahead
 
+    def copied(self) -> "Kept":
+        """For a rule that shall not use up what the next one needs."""
+        return Kept([trace._replace(gates=trace.gates.clone()) for trace in self.traces], self.ahead)
+
 
 class Takeover:
     """Answers the call of a layer's kernel, from now until `end`. `kept` is None as long as there was no such call, or if

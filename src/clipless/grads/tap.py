@@ -9,22 +9,44 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
-from clipless.grads.layout import Dims
+from clipless.grads.entry import Entry
+from clipless.grads.layout import Dims, Shapes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
-    """What a tap needs to know when its gradient arrives. Tensors are kept by autograd, which watches their versions."""
+    """What a tap needs to know when its gradient arrives. Tensors are kept by autograd, which watches their versions.
+
+    `unsure` is set where the records were found by the sizes of the inputs' `shapes` and of the outputs alone: the seeds
+    then tell, and `learn` remembers it.
+    """
 
     receive: Callable[["Call", tuple[Tensor, ...], tuple[Tensor, ...]], None]
     part: object
+    entry: Entry | None
     module: nn.Module
-    name: str
+    owner: str
     wanted: Mapping[str, str]
     dims: Dims
     out_dims: Dims
     leaves: list[Any]
     spec: pytree.TreeSpec | None
+    unsure: bool = False
+    shapes: Shapes = ()
+    learn: Callable[[Dims, Dims], None] | None = None
+
+    def settle(self, dims: Dims) -> None:
+        """The outputs' records lie along these dimensions, and so do those of the inputs that have as many there."""
+        (old, *_), (new, *_) = self.out_dims, dims
+        if old != new and old is not None and new is not None:
+            moved = [
+                new if dim == old and len(shape) > max(old, new) and shape[new] == shape[old] else dim
+                for dim, shape in zip(self.dims, self.shapes, strict=True)
+            ]
+            self.dims = tuple(moved)
+        self.out_dims, self.unsure = dims, False
+        if self.learn is not None:
+            self.learn(self.dims, self.out_dims)
 
     def take_tensors(self) -> list[Tensor]:
         tensors = [leaf.detach() for leaf in self.leaves if isinstance(leaf, Tensor)]
@@ -66,6 +88,22 @@ class Tap(torch.autograd.Function):
         return (None, None, *grads)
 
 
+class Root(torch.autograd.Function):
+    """Identity on the outputs of the outermost module, when the pass is checked: nothing goes further before the check is
+    done. Outputs that no gradient arrives at have none."""
+
+    @staticmethod
+    def forward(ctx: Any, receive: Callable[[tuple[Tensor | None, ...]], None], *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.receive = receive
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.receive(grads)
+        return (None, *grads)
+
+
 class Hook:
     """A hook that stays behind when its model is copied or pickled: the copy is a plain model."""
 
@@ -90,8 +128,16 @@ def _no_hook(*args: Any) -> None:
     """What is left of a hook in a copy of the model."""
 
 
-def refuse_stray(name: str) -> Callable[[Tensor], None]:
+class Busy:
+    """Whether modules are run by the library itself, beside training."""
+
+    now = False
+
+
+def refuse_stray(name: str, busy: Busy) -> Callable[[Tensor], None]:
     def stray(grad: Tensor) -> None:
+        if busy.now:
+            return
         raise UnsupportedModule(
             f"parameter {name!r} was used outside its module's forward, so its gradient cannot be told apart by record. "
             "Call the module that owns it, or move the parameter into a small module with a forward of its own."

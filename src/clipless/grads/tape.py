@@ -7,6 +7,7 @@ it runs, and the tap is on the operations that these meet the records in.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,16 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from clipless.errors import UnsupportedModule
+from clipless.grads.entry import Entry
 from clipless.grads.frames import (
     Frame,
     Part,
+    became_trainable,
     by_size,
     draws_at_random,
     idle,
     left_the_model,
+    model_changed,
     own_parameters,
     put_back,
     refuse_foreign_rows,
@@ -44,12 +48,14 @@ from clipless.grads.layout import (
     telling_sizes,
 )
 from clipless.grads.receiver import Receiver
-from clipless.grads.refusals import BufferGuard, refuse_module
+from clipless.grads.refusals import refuse_module
 from clipless.grads.rules import generic, rule_of
 from clipless.grads.rules.generic import differentiable
+from clipless.grads.self_check import SelfCheck, note_step
 from clipless.grads.shared import Crossing, Operations, Shared, refuse_mixing, root
 from clipless.grads.takeover import take_over
 from clipless.grads.tap import Call, Hook, Tap, flattened, refuse_stray
+from clipless.grads.watch import StateWatch
 from clipless.grads.ways import Ways
 
 
@@ -65,10 +71,16 @@ class Tape:
         self.receiver = receiver
         self._names = {module: name or "(model)" for name, module in model.named_modules()}
         self._own = self._owned_parameters(model)
+        receiver.parameters, receiver.modules = self.parameters, list(self._names)
+        self._contents: list[tuple[nn.Module, list[int]]] = []
+        self._frozen: dict[str, nn.Parameter] = {}
+        self._model = model
         self._anchor = torch.zeros((), requires_grad=True)
+        self._entry: Entry | None = None
+        self.self_check = SelfCheck(receiver, self._names)
         self._ways = Ways(self.rules)
         self._learned: dict[object, Ways] = {}
-        self._buffers = BufferGuard(model)
+        self._watch = StateWatch(model)
         self._frames: list[Frame] = []
         self._calls: dict[str, int] = {}
         self._operation_counts: dict[tuple[str, int], int] = {}
@@ -85,10 +97,12 @@ class Tape:
                 continue
             self._handles += [
                 module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
-                module.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True),
+                module.register_forward_hook(Hook(self._leave), prepend=True, with_kwargs=True, always_call=True),
             ]
         for name, parameter in self.parameters.items():
-            self._handles.append(parameter.register_hook(refuse_stray(name)))
+            self._handles.append(parameter.register_hook(refuse_stray(name, self.receiver.busy)))
+        self._contents = [(module, contents_of(module)) for module in self._names]
+        self._frozen = {name: p for name, p in self._model.named_parameters() if name not in self.parameters}
 
     def detach(self) -> None:
         self.restore()
@@ -114,6 +128,14 @@ class Tape:
         """From now on forward passes belong to this part; whatever an earlier one left unfinished is dropped."""
         self.restore()
         self.receiver.part = part
+        if part is None:
+            self._watch.close()
+        elif not self._watch.is_open:
+            self._watch.open(closely=part.due or not self.self_check.active)
+
+    def refuse_changes(self) -> None:
+        """Raise if anything was written into the model while the batch was open."""
+        self._watch.refuse_step()
 
     @property
     def part(self) -> Part | None:
@@ -133,7 +155,7 @@ class Tape:
         return owned
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.receiver.busy:
+        if self.receiver.busy.now:
             return None
         if self._probed:
             refuse_module(module, self._names[module])
@@ -150,28 +172,38 @@ class Tape:
         entry = armed and not recomputing and not any(frame.armed for frame in self._frames)
         changed = None
         if entry and self.part is not None:
-            changed = args, kwargs = self._begin_forward(module, args, kwargs, self.part.records)
+            changed = args, kwargs = self._begin_forward(module, args, kwargs, self.part)
         frame = Frame(module, self._place(self._names[module]), armed)
         self._frames.append(frame)
         if armed:
             self._arm(frame, args, kwargs)
         return changed
 
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, records: int) -> tuple[Any, Any]:
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, part: Part) -> tuple[Any, Any]:
         """At the outermost module: learn the layout, once for each way in which it is called, and give an empty batch a row
         that no sum will ever see."""
-        refuse_foreign_rows((args, kwargs), records)
+        refuse_foreign_rows((args, kwargs), part.records)
         refuse_packed(self._names[module], (args, kwargs))
-        self._buffers.remember()
-        if records == 0:
+        self._refuse_changed_model()
+        if part.records == 0:
             args, kwargs = resized((args, kwargs), next(readings((args, kwargs), 0), {}), 1)
         else:
             self._ways = self._learned.setdefault(signature(module, (args, kwargs)), Ways(self.rules))
             if not self._ways.learned:
-                self._learn(module, (args, kwargs), records)
-                self._buffers.refuse_changes()
+                self._learn(module, (args, kwargs), part.records)
+                self._watch.refuse_pass(part.records)
         self._calls, self._operation_counts = {}, {}
+        part.modes = [module.training for module in self._names]
+        self._entry = self.self_check.begin(module, self._names[module], (args, kwargs), part, self._ways.reading)
         return args, kwargs
+
+    def _refuse_changed_model(self) -> None:
+        for module, contents in self._contents:
+            if contents_of(module) != contents:
+                raise model_changed(self._names[module])
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise became_trainable(name)
 
     def _learn(self, module: nn.Module, inputs: tuple[Any, Any], records: int) -> None:
         def run(reading: Reading, size: int) -> None:
@@ -201,15 +233,23 @@ class Tape:
         if own is None:
             return
         if records and frame.place.name in self._ways.by_operation:
+            self._note(frame.place, ())
             self._share(frame)
             return
         if records:
-            frame.dims = self._placed(frame.place, shapes_of((args, kwargs)), records, any)
+            shapes = shapes_of((args, kwargs))
+            self._note(frame.place, shapes)
+            frame.dims = self._placed(frame.place, shapes, records, any)
+            frame.unsure = not self._ways.layout.sure(frame.place, shapes)
             if self.rules[frame.place.name] is generic:
                 frame.random_state = random_state(frame.module)
         turn_off(frame, (self.parameters[name] for name in own.values()))
         if records and frame.turned_off and self.rules[frame.place.name] is not generic:
             frame.takeover = take_over(frame.module)
+
+    def _note(self, place: Place, shapes: Shapes) -> None:
+        if self._entry is not None and torch._C._current_graph_task_id() == -1:
+            note_step(self._entry, place, shapes)
 
     def _share(self, frame: Frame) -> None:
         """Replace the parameters that the module uses itself by shared tensors while it runs."""
@@ -242,9 +282,13 @@ class Tape:
     def _wrap(self, crossing: Crossing, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         if self._probed:
             return tuple(outputs)
-        crossing.part, crossing.receive = self.part, self.receiver.crossing
+        crossing.part, crossing.entry, crossing.receive = self.part, self._entry, self.receiver.crossing
         self._count(root.name for shared in crossing.shared for root in shared.roots)
-        return Tap.apply(self._anchor, crossing, *outputs)  # type: ignore[no-untyped-call]
+        return Tap.apply(self._hold(), crossing, *outputs)  # type: ignore[no-untyped-call]
+
+    def _hold(self) -> Tensor:
+        """The leaf that taps hang on: that of the forward pass, or a common one for what is computed again."""
+        return self._anchor if self._entry is None else self._entry.anchor
 
     def _placed(self, place: Place, shapes: Shapes, records: int, enough: Callable[[Iterable[bool]], bool]) -> Dims:
         """Where the records lie in each of the tensors; refused if that is not enough to tell records apart."""
@@ -258,7 +302,7 @@ class Tape:
         return dims
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self.receiver.busy or not self._frames or self._frames[-1].module is not module:
+        if self.receiver.busy.now or not self._frames or self._frames[-1].module is not module:
             return None
         frame = self._frames.pop()
         put_back(frame)
@@ -271,28 +315,40 @@ class Tape:
             self._refuse_randomness(frame)
             output = self._tap(frame, args, kwargs, output)
         if not any(frame.armed for frame in self._frames):
-            self._buffers.refuse_changes()
-            if self.part is not None and self.part.records == 0:
-                output = resized(output, {k: 0 for k, shape in enumerate(shapes_of(output)) if shape[:1] == (1,)}, 0)
+            output = self._end_forward(frame, output)
         return output
+
+    def _end_forward(self, frame: Frame, output: Any) -> Any:
+        """At the outermost module: nothing was written into the model, an empty batch's row is cut off, and the output of a
+        checked pass is tapped."""
+        entry, part, self._entry = self._entry, self.part, None
+        if part is None or entry is None:
+            return output
+        self._watch.refuse_pass(part.records)
+        if part.records == 0:
+            return resized(output, {k: 0 for k, shape in enumerate(shapes_of(output)) if shape[:1] == (1,)}, 0)
+        if not self.self_check.wanted(entry, part):
+            return output
+        dims = self._ways.layout.output_dims(frame.place.output(), shapes_of(output, floating=True), part.records)
+        return self.self_check.end(entry, part, output, dims)
 
     def _tap(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self.rules[frame.place.name] is generic:
             refuse_packed(frame.place.name, (args, kwargs, output))
         if self.part is not None and self.part.records > 0:
-            frame.out_dims = self._placed(
-                frame.place.output(), shapes_of(output, floating=True), self.part.records, all
-            )
+            shapes = shapes_of(output, floating=True)
+            frame.out_dims = self._placed(frame.place.output(), shapes, self.part.records, all)
+            frame.unsure |= not self._ways.layout.sure(frame.place.output(), shapes)
             if self.looks_at_data:
                 self._look(frame, (args, kwargs), self.part)
         call = self._call(frame, args, kwargs)
         if isinstance(output, Tensor) and output.is_floating_point():
             if self.part is not None:
                 self.part.tapped += output.nbytes
-            return Tap.apply(self._anchor, call, output)[0]  # type: ignore[no-untyped-call]
+            return Tap.apply(self._hold(), call, output)[0]  # type: ignore[no-untyped-call]
         leaves, spec = pytree.tree_flatten(output)
         places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        tapped = Tap.apply(self._anchor, call, *differentiable(output))  # type: ignore[no-untyped-call]
+        tapped = Tap.apply(self._hold(), call, *differentiable(output))  # type: ignore[no-untyped-call]
         for k, value in zip(places, tapped, strict=True):
             leaves[k] = value
         return pytree.tree_unflatten(leaves, spec)
@@ -324,7 +380,19 @@ class Tape:
         self._count(wanted.values())
         leaves, spec = flattened(args, kwargs, frame.takeover.kept if frame.takeover else None)
         name, receive = self._names[frame.module], self.receiver.call
-        return Call(receive, self.part, frame.module, name, wanted, frame.dims, frame.out_dims, leaves, spec)
+        where = (frame.dims, frame.out_dims)
+        call = Call(receive, self.part, self._entry, frame.module, name, wanted, *where, leaves, spec)
+        if frame.unsure:
+            call.unsure, call.shapes, call.learn = (
+                True,
+                shapes_of((args, kwargs)),
+                partial(self._learn_place, frame.place),
+            )
+        return call
+
+    def _learn_place(self, place: Place, dims: Dims, out_dims: Dims) -> None:
+        self._ways.layout.learn(place, dims)
+        self._ways.layout.learn(place.output(), out_dims)
 
     def _count(self, names: Iterable[str]) -> None:
         """One more tap for each of these parameters."""
@@ -336,3 +404,8 @@ class Tape:
     def _place(self, name: str) -> Place:
         self._calls[name] = self._calls.get(name, 0) + 1
         return Place(name, self._calls[name])
+
+
+def contents_of(module: nn.Module) -> list[int]:
+    """What a module consists of, children and parameters, to be compared."""
+    return [*map(id, module._modules.values()), *map(id, module._parameters.values())]

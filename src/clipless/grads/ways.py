@@ -16,6 +16,7 @@ class Ways:
     def __init__(self, rules: Mapping[str, LayerRule]) -> None:
         self.layout = Layout()
         self.learned = False
+        self.reading: Reading = {}
         self._trouble: Exception | None = None
         self.by_operation: set[str] = set()
         self._as_a_whole: set[str] = set()
@@ -27,7 +28,10 @@ class Ways:
         All or nothing is learned; False if it could not be run by any.
         """
         try:
-            self.learned = any(self._learn(partial(run, reading), sizes) for reading in readings)
+            for reading in readings:
+                if self._learn(partial(run, reading), sizes):
+                    self.reading, self.learned = reading, True
+                    break
         finally:
             if not self.learned:
                 self.forget()

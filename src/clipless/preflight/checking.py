@@ -15,8 +15,8 @@ from clipless.clipping import Clipping, as_clipping
 from clipless.errors import CliplessError, InvalidArgument, InvalidType
 from clipless.grads.clipped_sum import ClippedSum, LossFunction, clipped_sum, count_records
 from clipless.grads.layout import random_state_kept
-from clipless.grads.refusals import watched_buffers
 from clipless.grads.rules import generic, rule_of
+from clipless.grads.watch import watched_buffers
 from clipless.partition import partition
 from clipless.plan import sensitivity
 from clipless.preflight.measuring import Cost, measure, rule_name

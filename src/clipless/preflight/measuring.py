@@ -65,7 +65,7 @@ class _Meter(Receiver):
 
     def call(self, call: Call, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         seconds = self._clocked(lambda: super(_Meter, self).call(call, tensors, grads))
-        self._note(list(call.wanted.values()), rule_name(self.rules[call.name]), seconds, grads)
+        self._note(list(call.wanted.values()), rule_name(self.rules[call.owner]), seconds, grads)
 
     def crossing(self, crossing: Crossing, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         seconds = self._clocked(lambda: super(_Meter, self).crossing(crossing, tensors, grads))

@@ -1,0 +1,73 @@
+"""Do the records stay apart? Found by backward passes whose losses are multiplied, each record's by a number of its own.
+
+Where no gradient of one record depends on another record's loss, a record's share of every gradient in the model is
+multiplied by its own number, and by nothing else. The numbers, the *seeds*, are powers of two: floating-point numbers are
+multiplied by them without rounding, in every type, so for records that stay apart the two passes agree to the last bit. A
+row that holds two records, a row that belongs to another record, a loss that couples the records: none of them agrees.
+
+Index legend: b record, r row (all that is left of a record's gradient), k direction.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from clipless.grads.rules.use import at_least_float32
+
+# Exponents of the seeds. Sixteen bits of float16 have no room for more; all other types share float32's exponents.
+WIDE, NARROW = 32, 4
+# Directions onto which long rows are projected: what is kept between two passes is a fraction of the gradients.
+DIRECTIONS = 4
+# A deviation of a row that counts, over the length of the row plus this share of the longest row's: the rest is rounding.
+IMPURE = 1e-3
+SILENT = 1e-6
+
+
+def seed_passes(records: int, dtype: torch.dtype, device: torch.device, number: int) -> list[Tensor]:
+    """The seeds of one or two passes, each [b]: up to 1,024 records no two have the same in both, above it one pair in
+    1,024 has. Which these are depends on the number of the check.
+
+    >>> one, two = seed_passes(40, torch.float32, torch.device("cpu"), 0)
+    >>> len({(float(a), float(b)) for a, b in zip(one, two)})
+    40
+    """
+    base = NARROW if dtype is torch.float16 else WIDE
+    names = torch.randperm(records, generator=torch.Generator().manual_seed(number))
+    spread = (base - 1) // max(records - 1, 1)
+    digits = [names * spread] if records <= base else [names % base, names // base % base]
+    return [torch.exp2(digit.double()).to(device, dtype) for digit in digits]
+
+
+def sketch(grad: Tensor, dim: int) -> Tensor:
+    """What is kept of a gradient whose records lie along `dim`, [b,r,k]: its rows, or projections of long ones."""
+    moved = at_least_float32(grad.detach().movedim(dim, 0) if grad.dim() else grad.detach().view(1))
+    rows = moved.reshape(len(moved), -1, moved.shape[-1] if moved.dim() > 1 else 1)
+    return rows @ _directions(rows.shape[2], rows.dtype, rows.device) if rows.shape[2] > DIRECTIONS else rows.clone()
+
+
+@functools.lru_cache(maxsize=256)
+def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(width, DIRECTIONS, dtype=dtype, generator=torch.Generator().manual_seed(width)).to(device)
+
+
+def impurity(plain: Tensor, seeded: Tensor, seeds: Tensor) -> float:
+    """How far the seeded rows are from the plain ones times their seeds, relative, at worst. Rows that are not finite in
+    either pass tell nothing; 0 if no row tells anything.
+
+    >>> rows, seeds = torch.ones(2, 1, 1), torch.tensor([1.0, 4.0])
+    >>> apart, mixed = torch.tensor([[[1.0]], [[4.0]]]), torch.tensor([[[2.5]], [[2.5]]])
+    >>> impurity(rows, apart, seeds), impurity(rows, mixed, seeds) > 0.3
+    (0.0, True)
+    """
+    expected = plain * seeds.to(plain).view(-1, 1, 1)
+    lengths = torch.linalg.vector_norm(plain, dim=2)  # [b,r]
+    heard = lengths.isfinite() & seeded.isfinite().all(2) & expected.isfinite().all(2)
+    if not bool(heard.any()):
+        return 0.0
+    floor = SILENT * float(lengths[heard].max())
+    if floor == 0 and not bool(seeded[heard].any()):
+        return 0.0
+    size = (lengths + floor) * seeds.to(plain).view(-1, 1)
+    error = torch.linalg.vector_norm(seeded - expected, dim=2) / size.clamp(min=torch.finfo(size.dtype).tiny)
+    return float(error[heard].max())

@@ -1,0 +1,130 @@
+"""What a batch writes into the model: parameters, buffers and tensors kept as attributes, which no noise would protect."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+
+from clipless.errors import Misuse, UnsupportedModule
+
+
+def watched_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tensor]:
+    """All buffers but those of spectral norm, whose power iteration looks at the weights and never at a record."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in modules
+        if module._buffers and not isinstance(module, _SpectralNorm)
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+
+
+class Seen(NamedTuple):
+    """A tensor as it was: which, its version, and a copy of its contents, None if these were not looked at."""
+
+    tensor: Tensor
+    version: int
+    value: Tensor | None
+
+    def same(self, tensor: Tensor | None) -> bool:
+        if tensor is not self.tensor or tensor._version != self.version:
+            return False
+        return self.value is None or _equal(tensor.detach(), self.value)
+
+
+class StateWatch:
+    """Notices parameters and buffers that are written to, or replaced, while a batch is open.
+
+    torch counts what is written to a tensor, but not what is written through its `data`. So now and then contents are
+    compared as well, also those of tensors that are attributes, and then what was found changed is put back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.named_modules())
+        self._parameters = dict(model.named_parameters())
+        self._before: dict[str, Seen] = {}
+        self._attributes: dict[tuple[str, str], Seen] = {}
+        self.is_open = False
+
+    def open(self, closely: bool) -> None:
+        """Note everything as it is, with its contents or without."""
+        now = {**self._parameters, **watched_buffers(self._modules)}
+        self._before = {name: _seen(tensor, closely) for name, tensor in now.items()}
+        self._attributes = {where: _seen(tensor, True) for where, tensor in self._own()} if closely else {}
+        self.is_open = True
+
+    def close(self) -> None:
+        """The batch is over: whatever is written now is no business of it."""
+        self._before, self._attributes, self.is_open = {}, {}, False
+
+    def refuse_pass(self, records: int) -> None:
+        """Raise if a forward pass has left anything in the model."""
+        name = self._changed()
+        if name is not None:
+            self._put_back()
+            raise UnsupportedModule(
+                f"{self._kind(name)} {name!r} changes during a training forward pass, which would store the records without "
+                "noise. Turn off what tracks statistics or sets weights from data there, or put that module in eval mode."
+            )
+        self._refuse_attributes(records)
+
+    def refuse_step(self) -> None:
+        """Raise if anything in the model was written to since the batch was opened."""
+        name = self._changed()
+        if name is not None:
+            raise Misuse(
+                f"{self._kind(name)} {name!r} was written to between the batch and its step: what the records leave there, "
+                "no noise protects. Change weights and averages after optimizer.step(), before the next batch, and run "
+                "the model in eval mode on anything else."
+            )
+
+    def _changed(self) -> str | None:
+        """The first parameter or buffer that is not what it was, if any."""
+        now = {**self._parameters, **watched_buffers(self._modules)}
+        return next((name for name, seen in self._before.items() if not seen.same(now.get(name))), None)
+
+    def _kind(self, name: str) -> str:
+        return "parameter" if name in self._parameters else "buffer"
+
+    def _put_back(self) -> None:
+        owners = dict(self._modules)
+        for name, (tensor, _, value) in self._before.items():
+            if value is not None:
+                tensor.data.copy_(value)
+                owner, _, own_name = name.rpartition(".")
+                if name not in self._parameters:
+                    owners[owner]._buffers[own_name] = tensor
+
+    def _own(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        for path, module in self._modules:
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    yield (path, name), value
+
+    def _refuse_attributes(self, records: int) -> None:
+        """A tensor kept as an attribute may hold what the last pass computed; one that goes on from what it was may not."""
+        if not self._attributes:
+            return
+        now = dict(self._own())
+        for (path, name), seen in self._attributes.items():
+            found, value = now.get((path, name)), seen.value
+            if found is None or value is None or seen.same(found):
+                continue
+            last_pass = found.requires_grad or records in found.shape or found.shape != value.shape
+            if not last_pass and not _equal(found, value):
+                raise UnsupportedModule(
+                    f"module {path or '(model)'!r} keeps a tensor in its attribute {name!r} that changes during a training "
+                    "forward pass, such as a moving average: it would store the records without noise. Keep nothing of "
+                    "the records in forward."
+                )
+
+
+def _seen(tensor: Tensor, closely: bool) -> Seen:
+    return Seen(tensor, tensor._version, tensor.detach().clone() if closely else None)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Number by number; NaN is like NaN."""
+    return torch.equal(one, other) or (one.shape == other.shape and bool(((one == other) | (one != one)).all()))
