@@ -22,6 +22,11 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import clipless
 from clipless import CliplessError, InvalidType, Misuse, Private
+from clipless.data import load
+from clipless.training import Settings
+from clipless.tuning import plan_search
+from clipless.tuning.worker import Task
+from clipless.tuning.worker import run as run_task
 
 FEATURES, CLASSES, SIZE = 4, 3, 40
 
@@ -156,6 +161,16 @@ def test_an_environment_of_several_processes_is_refused(stated: str, monkeypatch
     step(model, optimizer, next(iter(private.loader)))
 
 
+def test_a_search_is_refused_beside_others_and_its_workers_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of a cluster may well be told of others: each run is one process's all the same."""
+    data = load("digits")
+    settings = Settings(epochs=1, batch_size=len(data.train), noise_multiplier=1.0, accountant="gdp", seed=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Misuse, match="2 processes train together.*unset WORLD_SIZE"):
+        plan_search(data, [settings], epsilon=3.0, method="liu-talwar", accountant="rdp")
+    assert not run_task(Task(0, 0, settings, data, len(data.train), 1)).failed
+
+
 @pytest.mark.parametrize("stated", ["1", "0", "", "many"])
 def test_an_environment_of_one_process_is_none(stated: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", stated)
@@ -196,14 +211,23 @@ RANK = """
 import json, os, sys
 import torch, torch.distributed as dist
 from torch import nn
-sys.path.insert(0, {tests!r})
-from test_processes import CliplessError, run, step
+import clipless
+
+def run(model=None, **settings):
+    model = nn.Linear(4, 3) if model is None else model
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.TensorDataset(torch.ones(40, 4))
+    settings |= dict(noise_multiplier=1.0, delta=1e-5, batch_size=10, steps=5, accountant="gdp")
+    return model, optimizer, clipless.make_private(model, optimizer, data, **settings)
+
+def step(model, optimizer, batch):
+    model(*batch).sum().backward()
+    optimizer.step()
 
 def attempt(work):
     try:
         work()
         return "trained"
-    except CliplessError as refused:
+    except clipless.CliplessError as refused:
         return str(refused)
 
 def train(made):
@@ -211,7 +235,7 @@ def train(made):
     step(model, optimizer, next(iter(private.loader)))
 
 rank, world = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
-said = {{"environment": attempt(run), "alone": attempt(lambda: train(run(group=False)))}}
+said = {"environment": attempt(run), "alone": attempt(lambda: train(run(group=False)))}
 del os.environ["WORLD_SIZE"]
 between, later = run(), run()
 batch = next(iter(between[2].loader))
@@ -223,7 +247,7 @@ said["group"] = attempt(run)
 said["wrapped"] = attempt(lambda: run(nn.parallel.DistributedDataParallel(nn.Linear(4, 3))))
 said["one rank"] = attempt(lambda: train(run(group=False))) if rank == 0 else "trained"
 said["steps"] = between[2].ledger.steps + later[2].ledger.steps
-with open(f"{{sys.argv[1]}}/{{rank}}.json", "w") as file:
+with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
     json.dump(said, file)
 dist.destroy_process_group()
 """
@@ -231,7 +255,7 @@ dist.destroy_process_group()
 
 def test_two_ranks_of_torchrun_are_refused(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
-    script.write_text(RANK.format(tests=str(Path(__file__).parent)))
+    script.write_text(RANK)
     starts = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(

@@ -9,6 +9,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from clipless.errors import InvalidType, Misuse
 
+_TORCH = "torch.distributed"
+
 
 def refuse_processes(model: object, group: object) -> None:
     """Refuses to begin a run beside others, or with a model that is wrapped to be trained on several devices.
@@ -42,8 +44,8 @@ def refuse_other_processes(group: object, owner: int) -> None:
     if size > 1:
         raise Misuse(
             f"{by} says that {size} processes train together, which is not supported yet: each would train a model of its "
-            "own and report the epsilon of one run. Start one process; or pass group=False if this one alone trains on "
-            "these records."
+            "own and report the epsilon of one run. Start one process; if this one alone trains on these records, pass "
+            f"group=False{'' if by == _TORCH else ' or unset WORLD_SIZE'}."
         )
 
 
@@ -51,6 +53,6 @@ def _world() -> tuple[int, str]:
     """How many processes there are, and who says so: torch.distributed, or before it is initialised what torchrun set."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size(), "torch.distributed"
+        return distributed.get_world_size(), _TORCH
     stated = os.environ.get("WORLD_SIZE", "")
     return int(stated) if stated.isdecimal() else 1, f"WORLD_SIZE={stated} in the environment"
