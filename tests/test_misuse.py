@@ -93,8 +93,14 @@ class Run:
             self.optimizer.zero_grad()
 
     def loss(self, batch: Any = None) -> Tensor:
-        x, y = next(self.batches) if batch is None else batch
+        x, y = self.batch() if batch is None else batch
         return F.cross_entropy(self.model(x), y)
+
+    def batch(self) -> Any:
+        """The batch that a refusal has left open, or else the next."""
+        with suppress(Misuse):
+            return self.private.loader.again()
+        return next(self.batches)
 
     def good_step(self) -> None:
         steps = self.private.ledger.steps
@@ -435,7 +441,9 @@ def test_rows_for_an_empty_batch_do_not_enter() -> None:
     released = []
     for own in (False, True):
         run = Run(changes={"batch_size": 1, "steps": 100}, warm=False)
-        batch = next(batch for batch in run.batches if len(batch[0]) == 0)
+        while len((batch := run.batch())[0]):
+            run.loss(batch).backward()
+            run.optimizer.step()
         if own:
             batch = dataset()[:5]
         with suppress(Misuse, UnsupportedModule):
@@ -445,13 +453,20 @@ def test_rows_for_an_empty_batch_do_not_enter() -> None:
     assert torch.equal(*released)
 
 
-def test_an_older_batch_is_refused_once_the_next_was_fetched() -> None:
+def test_older_micro_batches_are_refused_once_the_next_was_fetched() -> None:
     run = Run()
-    older = run.loss()
-    newer = next(run.batches)
+    logical = iter(run.private.loader.microbatches(2))
+    parts = next(logical)
+    older = run.loss(next(parts))
+    newer = run.loss(next(parts))
     with run.refuses(Misuse, "not on its newest one.*backward each batch before asking for the next"):
         older.backward()
-    run.loss(newer).backward()
+    newer.backward()
+    again = run.private.loader.microbatches(3).again()
+    with run.refuses(Misuse, "use the newest"):
+        next(parts)
+    for part in again:
+        run.loss(part).backward()
     run.optimizer.step()
     assert run.private.ledger.steps == 2
 
@@ -536,31 +551,19 @@ def test_create_graph_is_refused() -> None:
     run.good_step()
 
 
-@pytest.mark.parametrize("keyword", [True, False])
-def test_a_closure_is_refused_before_it_is_called(keyword: bool) -> None:
-    run = Run()
-    run.loss().backward()
-    calls: list[int] = []
-    args, kwargs = ((), {"closure": lambda: calls.append(1)}) if keyword else ((lambda: calls.append(1),), {})
-    with run.refuses(Misuse, r"call step\(\) without arguments"):
-        run.optimizer.step(*args, **kwargs)
-    assert not calls
-    run.optimizer.step(None)
-    assert run.private.ledger.steps == 2
-
-
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("unscaled", [True, False])
 def test_a_gradient_scaler_is_refused(kind: Callable[..., Optimizer], fused: bool, unscaled: bool) -> None:
-    """PITFALLS 24: a fused optimizer would divide gradient and noise by the scale; the others find no gradient."""
+    """PITFALLS 24: a fused optimizer would divide gradient and noise by the scale. The refusal leaves no mark behind."""
     run = Run(make=lambda parameters, lr: kind(parameters, lr=lr, fused=fused))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(run.loss()).backward()
-    with run.refuses((Misuse, AssertionError), "without GradScaler|No inf checks were recorded"):
-        if unscaled:
-            scaler.unscale_(run.optimizer)
+    if unscaled:
+        scaler.unscale_(run.optimizer)
+    with run.refuses(Misuse, "train without GradScaler"):
         scaler.step(run.optimizer)
+    run.good_step()
 
 
 def test_a_scaler_that_is_switched_off_is_harmless() -> None:
@@ -789,7 +792,7 @@ def test_a_forward_pass_that_fails_leaves_everything_as_it_was(warm: bool) -> No
 
 
 AFTERWARDS: dict[str, Callable[[Run], Any]] = {
-    "next batch": lambda run: next(run.batches),
+    "the batch again": lambda run: run.private.loader.again(),
     "evaluation": lambda run: run.model(torch.ones(2, FEATURES)),
     "detach": lambda run: run.private.detach(),
 }

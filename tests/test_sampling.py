@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
 import clipless
-from clipless import InvalidArgument, Private
+from clipless import InvalidArgument, Misuse, Private
+from clipless.fetching import fetcher
+from clipless.noise import noise_source
+from clipless.sampling import Batch, PoissonSampler, PrivateLoader
 
 FEATURES, CLASSES = 4, 3
 
@@ -53,11 +56,26 @@ def numbered(size: int) -> TensorDataset:
     return TensorDataset(torch.arange(size))
 
 
+def stepped(private: Private, batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, each handed on after its step: a gradient of zero rows, one for each record."""
+    for batch in batches:
+        private._model(torch.zeros(len(batch[0]), FEATURES)).sum().backward()
+        private._optimizer.step()
+        yield batch
+
+
 def drawn(private: Private, part_size: int | None = None) -> list[list[int]]:
     """The record numbers of every batch of a pass over numbered records."""
     if part_size is None:
-        return [batch[0].tolist() for batch in private.loader]
-    return [[n for part in parts for n in part[0].tolist()] for parts in private.loader.microbatches(part_size)]
+        return [batch[0].tolist() for batch in stepped(private, private.loader)]
+    found = []
+    for parts in private.loader.microbatches(part_size):
+        found.append([])
+        for part in parts:
+            private._model(torch.zeros(len(part[0]), FEATURES)).sum().backward()
+            found[-1] += part[0].tolist()
+        private._optimizer.step()
+    return found
 
 
 # The law of the batches. A correct sampler is refused with the stated probability over seeds; the seed here is fixed.
@@ -65,14 +83,33 @@ def drawn(private: Private, part_size: int | None = None) -> list[list[int]]:
 SIZE, DRAWS = 120, 3000
 
 
+class Indifferent:
+    """A listener that lets batches be drawn without steps between them: the law of the draws is not the steps' concern."""
+
+    def steps_left(self) -> None:
+        return None
+
+    def refuse_unstepped(self) -> None:
+        pass
+
+    def open_batch(self, batch: Batch) -> None:
+        pass
+
+    def reopen_batch(self) -> None:
+        pass
+
+    def open_part(self, records: int) -> None:
+        pass
+
+
 @pytest.fixture(scope="module", params=[6, 30, 108], ids=lambda batch: f"rate {batch / SIZE}")
 def memberships(request: pytest.FixtureRequest) -> tuple[float, Tensor]:
     """The rate, and who is in which batch, [draw, record] of zeros and ones."""
-    private = sampled(numbered(SIZE), batch_size=request.param, steps=DRAWS)
+    sampler = PoissonSampler(noise_source("torch", 1), SIZE, request.param / SIZE)
     members = torch.zeros(DRAWS, SIZE, dtype=torch.float64)
-    for draw, records in enumerate(drawn(private)):
+    for draw, (records,) in enumerate(PrivateLoader(fetcher(numbered(SIZE), {}), sampler, DRAWS, Indifferent())):
         members[draw, records] = 1.0
-    return request.param / SIZE, members
+    return sampler.rate, members
 
 
 def outside(counts: Tensor, trials: int, probability: float, level: float = 1e-9) -> Tensor:
@@ -175,22 +212,21 @@ def test_a_pass_that_is_broken_off_loses_no_draw_and_repeats_none(way: str) -> N
     private = sampled(WAYS[way](20), batch_size=2, epochs=3, steps=None)
     seen: list[list[int]] = []
     for taken in (3, 1, 10, 4, 10, 2):
-        seen += [batch[0].tolist() for batch in itertools.islice(private.loader, taken)]
+        seen += [batch[0].tolist() for batch in itertools.islice(stepped(private, private.loader), taken)]
     assert seen == expected
 
 
-def test_training_in_between_does_not_change_the_batches() -> None:
+def test_what_is_trained_does_not_change_the_batches() -> None:
     data = TensorDataset(torch.randn(30, FEATURES), torch.arange(30) % CLASSES, torch.arange(30))
     runs = []
-    for trained in (False, True):
+    for rate in (0.1, 10.0):
         model = nn.Linear(FEATURES, CLASSES)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         runs.append([])
         for x, y, number in attach(model, optimizer, data, batch_size=5).loader:
             runs[-1].append(number.tolist())
-            if trained:
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
     assert runs[0] == runs[1]
 
 
@@ -248,7 +284,8 @@ def test_what_a_data_set_does_to_its_records_is_done(data: Any, factor: int) -> 
 def test_records_are_fetched_by_the_dataloaders_own_workers(persistent: bool) -> None:
     loader = DataLoader(Numbers(40), batch_size=10, num_workers=2, persistent_workers=persistent)
     private = sampled(loader, batch_size=10, epochs=2, steps=None)
-    passes = [{process for _, processes in private.loader for process in processes.tolist()} for _ in range(2)]
+    batches = (stepped(private, private.loader) for _ in range(2))
+    passes = [{process for _, processes in taken for process in processes.tolist()} for taken in batches]
     assert os.getpid() not in passes[0] | passes[1]
     assert len(passes[0]) == len(passes[1]) == 2
     assert (passes[0] == passes[1]) == persistent
@@ -273,7 +310,8 @@ def stamp_worker(number: int) -> None:
 
 def test_the_workers_start_function_is_called() -> None:
     loader = DataLoader(Stamped(), batch_size=5, num_workers=2, worker_init_fn=stamp_worker)
-    stamps = {stamp for _, stamps in sampled(loader).loader for stamp in stamps.tolist()}
+    private = sampled(loader)
+    stamps = {stamp for _, stamps in stepped(private, private.loader) for stamp in stamps.tolist()}
     assert stamps == {100, 101}
 
 
@@ -294,9 +332,16 @@ def test_a_record_that_cannot_be_read_stops_the_pass_and_not_the_run() -> None:
     private = sampled(Damaged(20), batch_size=10)
     with pytest.raises(OSError, match="unreadable"):
         drawn(private)
+    with pytest.raises(OSError, match="unreadable"):
+        private.loader.again()
+    with pytest.raises(Misuse, match="hands it out once more"):  # who is in it decides whether it can be read
+        drawn(private)
+    taken = private.ledger.steps
     broken.clear()
-    assert drawn(private)
-    assert private.ledger.steps == 0
+    lost = [batch[0].tolist() for batch in stepped(private, [private.loader.again()])]
+    found = lost + drawn(private)
+    assert private.ledger.steps == 10
+    assert found == drawn(sampled(numbered(20), batch_size=10))[taken:]
 
 
 def test_lengths_are_those_of_a_pass() -> None:
@@ -463,7 +508,8 @@ def test_an_empty_batch_is_a_step_of_noise_for_records_that_are_dictionaries() -
 )
 def test_an_empty_batch_looks_like_any_other(data: Any) -> None:
     private = sampled(data, batch_size=1, steps=25)
-    shapes = {(type(batch), len(batch), batch[0].shape[1:], batch[0].dtype, batch[1].dtype) for batch in private.loader}
+    batches = stepped(private, private.loader)
+    shapes = {(type(batch), len(batch), batch[0].shape[1:], batch[0].dtype, batch[1].dtype) for batch in batches}
     assert shapes == {(list, 2, torch.Size([FEATURES]), torch.float32, torch.int64)}
 
 
@@ -499,5 +545,12 @@ def test_an_empty_batch_has_one_empty_part(data: Any, part_size: int) -> None:
 
 def test_a_batch_that_cannot_be_emptied_names_the_remedy() -> None:
     loader = DataLoader(records(), batch_size=1, collate_fn=lambda rows: Carrier(**stacked(rows)))
+    private = sampled(loader, steps=25)
+
+    def train() -> None:
+        for batch in private.loader:
+            private._model(batch.x).sum().backward()
+            private._optimizer.step()
+
     with pytest.raises(InvalidArgument, match="let it accept an empty list of records"):
-        list(sampled(loader, steps=25).loader)
+        train()

@@ -225,7 +225,7 @@ def _warn_of_large_delta(delta: float, dataset_size: int) -> None:
         warnings.warn(
             f"delta={delta:g} is above 1/N for N={dataset_size}: that would allow a record to be published as it is. Choose "
             "delta below 1/N.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

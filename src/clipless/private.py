@@ -9,38 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import RemovableHandle
 
+from clipless import refusals
 from clipless.accounting import Ledger, Spent
 from clipless.accounting.journal import Journal
 from clipless.checkpoint import capture, read_checkpoint
 from clipless.clipping import Clipping, as_clipping
-from clipless.errors import BudgetSpent, InvalidType, Misuse
+from clipless.errors import Misuse
+from clipless.fetching import Fetcher, fetcher, source_of
 from clipless.fingerprint import fingerprint
+from clipless.foreign import names_answered
 from clipless.grads import CheckSchedule, Engine, Tuner, as_tuner
 from clipless.noise import NoiseSource, noise_source
 from clipless.partition import partition
 from clipless.plan import PrivacyPlan, make_plan
 from clipless.preflight import refuse_unsound
-from clipless.refusals import (
-    one_batch_size,
-    refuse_arguments,
-    refuse_changed_parameters,
-    refuse_incomplete,
-    refuse_losses,
-    refuse_optimizer,
-    refuse_other_optimizers,
-    refuse_other_plan,
-    trainable,
-)
-from clipless.sampling import Batch, Fetcher, PoissonSampler, PrivateLoader, fetcher, source_of
+from clipless.processes import refuse_processes
+from clipless.sampling import Batch, PoissonSampler, PrivateLoader
+from clipless.stepping import Arguments, Guard, clear_gradients, within_own_step
 from clipless.thresholds.history import History
 
 _ATTACHED: "weakref.WeakSet[nn.Module | Optimizer]" = weakref.WeakSet()
 
 
+@names_answered
 def make_private(
     model: nn.Module,
     optimizer: Optimizer,
@@ -60,6 +54,7 @@ def make_private(
     allow_overspend: bool = False,
     tuner: str | Tuner = "model",
     check: tuple[Callable[[nn.Module, Any], Tensor], Any] | None = None,
+    group: bool | None = None,
 ) -> "Private":
     """Make an ordinary training loop differentially private: `optimizer.step()` then releases noised gradients only.
 
@@ -67,17 +62,16 @@ def make_private(
     N**-1.1. Train on `private.loader`. Model and optimizer stay what they are and get hooks, which `detach()` removes.
     `check=(loss_fn, batch)` runs `clipless.check` first, which raises `Unsound` for a model or loss that mixes records.
     `tuner="time"` times the exact ways to each layer's share instead of modelling their cost (docs/performance.md).
+    Several processes are refused; `group=False` says that this one trains alone, whatever torchrun says.
     If anything is refused, nothing has been changed.
     """
+    refuse_processes(model, group)
     data, own_batch_size, settings = source_of(dataset)
-    parameters = trainable(model)
-    refuse_optimizer(optimizer, parameters)
-    for thing in (*model.modules(), optimizer):
-        if thing in _ATTACHED:
-            raise Misuse("this model or optimizer is private already: call detach() on its Private object first.")
-    if not isinstance(allow_overspend, bool):
-        raise InvalidType(f"allow_overspend must be True or False, got {allow_overspend!r}.")
-    batch_size = one_batch_size(batch_size, own_batch_size)
+    parameters = refusals.trainable(model)
+    refusals.refuse_optimizer(optimizer, parameters)
+    refusals.refuse_attached((*model.modules(), optimizer), _ATTACHED)
+    refusals.refuse_unclear("allow_overspend", allow_overspend)
+    batch_size = refusals.one_batch_size(batch_size, own_batch_size)
     how = as_clipping(clipping)
     groups = partition(how.groups, parameters)
     plan = make_plan(
@@ -98,10 +92,10 @@ def make_private(
     if check is not None:
         refuse_unsound(model, check, how)
     source = noise_source(noise, seed)
-    return Private(model, optimizer, plan, fetcher(data, settings), source, as_tuner(tuner), allow_overspend)
+    return Private(model, optimizer, plan, fetcher(data, settings), source, as_tuner(tuner), allow_overspend, group)
 
 
-class Private:
+class Private(refusals.Whole):
     """A training run under a privacy plan. Made by `make_private`."""
 
     def __init__(
@@ -113,6 +107,7 @@ class Private:
         source: NoiseSource,
         tuner: Tuner,
         allow_overspend: bool,
+        group: bool | None,
     ) -> None:
         self.plan = plan
         self.ledger = Ledger()
@@ -121,6 +116,7 @@ class Private:
         self._optimizer = optimizer
         self._source = source
         self._allow_overspend = allow_overspend
+        self._guard = Guard(optimizer, group)
         self._batch: Batch | None = None
         self._statistic: Tensor | None = None
         self._schedule = CheckSchedule()
@@ -130,7 +126,7 @@ class Private:
         self._engine.tape.self_check.active = True
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate)
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | Guard] = []
         self._attach()
 
     @property
@@ -175,11 +171,7 @@ class Private:
     def _attach(self) -> None:
         self._engine.tape.attach()
         self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
-        everywhere = register_optimizer_step_pre_hook(
-            refuse_other_optimizers(weakref.ref(self._optimizer), self._engine.tape.parameters)
-        )
-        weakref.finalize(self, everywhere.remove)
-        self._handles.append(everywhere)
+        self._handles.append(self._guard.attach(self._engine.tape.parameters))
         _ATTACHED.update(self._engine.tape.modules)
         _ATTACHED.add(self._optimizer)
 
@@ -190,27 +182,30 @@ class Private:
         if self._allow_overspend:
             return None
         if self.steps_taken >= self.plan.steps:
-            raise BudgetSpent(
-                f"all {self.plan.steps} planned steps are taken: {self.spent()}. Plan more steps from the start, or pass "
-                "allow_overspend=True to go on at a higher epsilon."
-            )
+            raise refusals.budget_spent(self.plan.steps, self.spent())
         return self.plan.steps - self.steps_taken
+
+    def refuse_unstepped(self) -> None:
+        """Raises if the batch that was handed out last has not been stepped."""
+        refusals.refuse_unstepped(self._batch is not None, self._engine.seen)
 
     def open_batch(self, batch: Batch) -> None:
         """A new logical batch begins."""
-        if self._engine.seen:
-            raise Misuse(
-                "a new batch was asked for before step(): gradients do not accumulate over logical batches. Call "
-                "optimizer.step() after each batch; for small memory use private.loader.microbatches(n)."
-            )
-        if (batch.sampling, batch.sample_rate) != (self.plan.sampling, self.plan.sample_rate):
-            raise Misuse(
-                f"a {batch.sampling} batch at rate {batch.sample_rate} does not fit the plan: {self.plan.sampling} at "
-                f"rate {self.plan.sample_rate}."
-            )
+        self._guard.before_batch(first=not self.ledger.steps)
+        self.refuse_unstepped()
+        refusals.refuse_foreign_batch(batch, self.plan)
+        self._begin(batch if self._handles else None)
+
+    def reopen_batch(self) -> None:
+        """The open batch begins anew."""
+        if self._batch is None:
+            raise Misuse("there is no batch to hand out again: the last one was stepped, so go on with private.loader.")
+        self._begin(self._batch)
+
+    def _begin(self, batch: Batch | None) -> None:
+        """Nothing has been added up, for this batch or for none."""
         self._engine.clear()
-        self._statistic = None
-        self._batch = batch
+        self._batch, self._statistic = batch, None
 
     def open_part(self, records: int) -> None:
         """The records of the next forward and backward pass."""
@@ -226,7 +221,7 @@ class Private:
         first step. `loss.backward()` on a mean or a sum, which `loss_reduction` must name, does the same for a model
         whose loss keeps its records apart, and cannot tell if it does.
         """
-        refuse_losses(losses, self._engine.tape.part)
+        refusals.refuse_losses(losses, self._engine.tape.part)
         self._engine.backward(losses)
 
     def _factors(self, norms: Tensor, groups: Sequence[int]) -> Tensor:
@@ -240,14 +235,18 @@ class Private:
         if observed is not None:
             self._statistic = observed if self._statistic is None else self._statistic + observed
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Turn the clipped sum into the private gradient that the optimizer reads. If that fails the batch is gone."""
-        self._refuse_step(args, kwargs)
+        if self._batch is None and within_own_step(optimizer):
+            return None
+        self.steps_left()
+        arguments = self._guard.before_step(args, kwargs)
+        self._refuse_step()
         try:
             self._release(self.steps_taken)
         finally:
-            self._engine.clear()
-            self._batch = self._statistic = None
+            self._begin(None)
+        return arguments
 
     def _release(self, step: int) -> None:
         """Noised, recorded, then shown."""
@@ -256,6 +255,7 @@ class Private:
         self._record(step, gradients, statistic)
         for name, parameter in self._engine.tape.parameters.items():
             parameter.grad = gradients[name] if parameter.requires_grad else None
+        clear_gradients(self._optimizer, but=self._engine.tape.parameters.values())
         self._policy_state = self.plan.clipping.policy.update(self._policy_state, statistic, self.plan.setting)
         self.history.append(self._policy_state, statistic)
 
@@ -287,14 +287,13 @@ class Private:
                 return
         self.ledger.record(event)
 
-    def _refuse_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_arguments(self._optimizer, args, kwargs)
-        self.steps_left()
-        refuse_incomplete(self._engine.seen, None if self._batch is None else self._batch.records)
+    def _refuse_step(self) -> None:
+        refusals.refuse_incomplete(self._engine.seen, None if self._batch is None else self._batch.records)
         if not self._engine.tape.intact():
             raise Misuse("the model's hooks were removed: call detach() and make_private anew.")
         self._engine.tape.restore()
-        refuse_changed_parameters(self._model, self._optimizer, self._engine.tape.parameters)
+        refusals.refuse_changed_parameters(self._model, self._optimizer, self._engine.tape.parameters)
+        self._engine.refuse_unsound()
 
     # State, in memory and on disk.
 
@@ -328,7 +327,7 @@ class Private:
         """
         self._refuse_unless_fresh()
         saved = read_checkpoint(Path(path))
-        refuse_other_plan(saved.private, self.plan.to_dict())
+        refusals.refuse_other_plan(saved.private, self.plan.to_dict())
         saved.refuse_unfit(self._model, self._optimizer)
         where = saved.ledger_path(Path(path)) if ledger is None else Path(ledger)
         journal, found = Journal.resume(where, saved.run, saved.position, saved.head)
@@ -362,7 +361,7 @@ class Private:
         that, with a ledger on disk.
         """
         self._refuse_unless_fresh()
-        refuse_other_plan(state, self.plan.to_dict())
+        refusals.refuse_other_plan(state, self.plan.to_dict())
         self.ledger = Ledger.from_dict(state["ledger"])
         self._policy_state = {name: value.clone() for name, value in state["policy"].items()}
         self.history = History.from_state_dict(state["history"])

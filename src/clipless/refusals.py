@@ -1,16 +1,32 @@
 """What make_private and a private step refuse of the model and the optimizer they are given."""
 
-import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from clipless.errors import InvalidArgument, InvalidType, Misuse
+from clipless.errors import BudgetSpent, InvalidArgument, InvalidType, Misuse
 from clipless.grads.frames import Part, became_trainable
 from clipless.grads.layout import written
+
+
+class Whole:
+    """One thing, which is not copied, pickled or unpacked."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise Misuse(
+            "a private run cannot be copied or pickled: both would draw the same noise. Copy the model, which is then a "
+            "plain one; to go on elsewhere use save_checkpoint() and load_checkpoint(); for another process call "
+            "make_private there."
+        )
+
+    def __iter__(self) -> NoReturn:
+        raise InvalidType(
+            "make_private returns one object, private, and no tuple: model and optimizer stay the ones you gave. Iterate "
+            "over private.loader."
+        )
 
 
 def trainable(model: object) -> dict[str, nn.Parameter]:
@@ -34,6 +50,11 @@ def refuse_optimizer(optimizer: object, parameters: dict[str, nn.Parameter]) -> 
     """Refuses an optimizer that cannot use a private gradient, or that holds other parameters than these."""
     if not isinstance(optimizer, Optimizer):
         raise InvalidType(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        raise InvalidType(
+            f"{type(optimizer).__name__} wraps another optimizer: give make_private the one inside (optimizer.optimizer), "
+            "and go on stepping the wrapper."
+        )
     if isinstance(optimizer, LBFGS | SparseAdam):
         raise InvalidArgument(
             f"{type(optimizer).__name__} cannot use a private gradient (it re-evaluates a closure, or wants sparse "
@@ -52,6 +73,18 @@ def refuse_optimizer(optimizer: object, parameters: dict[str, nn.Parameter]) -> 
         )
 
 
+def refuse_attached(things: Iterable[object], attached: Collection[object]) -> None:
+    """Refuses modules and optimizers that are in a private run already."""
+    if any(thing in attached for thing in things):
+        raise Misuse("this model or optimizer is private already: call detach() on its Private object first.")
+
+
+def refuse_unclear(name: str, value: object) -> None:
+    """Refuses what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise InvalidType(f"{name} must be True or False, got {value!r}.")
+
+
 def one_batch_size(given: int | None, of_loader: int | None) -> int | None:
     """The expected batch, by argument or by a DataLoader."""
     if None not in (given, of_loader) and given != of_loader:
@@ -61,14 +94,48 @@ def one_batch_size(given: int | None, of_loader: int | None) -> int | None:
     return of_loader if given is None else given
 
 
-def refuse_arguments(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses a step with a closure or under a gradient scaler."""
-    if any(argument not in (None, optimizer) for argument in (*args, *kwargs.values())):
-        raise Misuse("step(closure) would evaluate the loss again after the noise: call step() without arguments.")
-    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+def budget_spent(steps: int, spent: object) -> BudgetSpent:
+    """The refusal of a step beyond the plan."""
+    return BudgetSpent(
+        f"all {steps} planned steps are taken: {spent}. Plan more steps from the start, or pass allow_overspend=True to go "
+        "on at a higher epsilon."
+    )
+
+
+def refuse_unstepped(waiting: bool, seen: int) -> None:
+    """Refuses a new batch while the last one waits for its step, after `seen` of its records were in backward()."""
+    if not waiting:
+        return
+    if seen:
         raise Misuse(
-            "a gradient scaler would scale the gradients and not the noise: train without GradScaler (bfloat16 needs "
-            "none)."
+            "a new batch was asked for before step(): gradients do not accumulate over logical batches. Call "
+            "optimizer.step() after each batch; for small memory use private.loader.microbatches(n). After an exception "
+            "private.loader.again() hands out the open batch from its beginning."
+        )
+    raise Misuse(
+        "the last batch from private.loader was not stepped, and none may be dropped: a choice of batches by what is in "
+        "them is not what the ledger counts. Call backward() and optimizer.step() for every batch, empty ones like any "
+        "other, and break only after step(). If the batch is lost, private.loader.again() hands it out once more. Use one "
+        "iterator at a time: zip(loader, loader) takes two batches for one step."
+    )
+
+
+class Drawn(Protocol):
+    """How a batch is drawn, or planned to be."""
+
+    @property
+    def sampling(self) -> str: ...
+
+    @property
+    def sample_rate(self) -> float: ...
+
+
+def refuse_foreign_batch(batch: Drawn, plan: Drawn) -> None:
+    """Refuses a batch that was not drawn in the planned way at the planned rate."""
+    if (batch.sampling, batch.sample_rate) != (plan.sampling, plan.sample_rate):
+        raise Misuse(
+            f"a {batch.sampling} batch at rate {batch.sample_rate} does not fit the plan: {plan.sampling} at rate "
+            f"{plan.sample_rate}."
         )
 
 
@@ -110,24 +177,6 @@ def refuse_changed_parameters(model: nn.Module, optimizer: Optimizer, private: d
             raise became_trainable(name)
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
         raise Misuse("the optimizer got parameters that are not private: add them before make_private.")
-
-
-def refuse_other_optimizers(
-    own: "weakref.ref[Optimizer]", private: dict[str, nn.Parameter]
-) -> Callable[[Optimizer, Any, Any], None]:
-    """A hook on every optimizer: one that steps these parameters in place of the private one is refused."""
-
-    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is own():
-            return
-        known = {id(p) for p in private.values()}
-        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
-            raise Misuse(
-                "another optimizer steps the parameters of a private model: step the optimizer given to make_private, or "
-                "detach() and attach the new one."
-            )
-
-    return refuse
 
 
 def refuse_other_plan(state: object, plan: dict[str, Any]) -> None:

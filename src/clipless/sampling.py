@@ -5,25 +5,16 @@ knows which records a gradient may come from and can refuse any other.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import Dataset
 
-from clipless.errors import InvalidArgument, InvalidType, Misuse, whole
+from clipless.errors import Misuse, whole
+from clipless.fetching import Collate, Fetcher
 from clipless.noise import NoiseSource
 
 
@@ -43,7 +34,13 @@ class Listener(Protocol):
     def steps_left(self) -> int | None:
         """Steps until the budget is spent, None for no limit; raises when there are none."""
 
+    def refuse_unstepped(self) -> None:
+        """Raises if the batch that was opened last has not been stepped."""
+
     def open_batch(self, batch: Batch) -> None: ...
+
+    def reopen_batch(self) -> None:
+        """The open batch begins anew; raises if none is open."""
 
     def open_part(self, records: int) -> None: ...
 
@@ -63,18 +60,42 @@ class PoissonSampler:
 
 
 class PrivateLoader:
-    """Collated Poisson batches. One pass is one epoch; `microbatches(n)` gives the same batches in parts."""
+    """Collated Poisson batches. One pass is one epoch; `microbatches(n)` gives the same batches in parts.
 
-    def __init__(self, fetch: "Fetcher", sampler: PoissonSampler, steps_per_pass: int, listener: Listener) -> None:
+    Every batch that is drawn is to be stepped, also an empty one, before the next is asked for: a batch that is dropped
+    by what is in it would make the sampling another than the plan's.
+    """
+
+    def __init__(self, fetch: Fetcher, sampler: PoissonSampler, steps_per_pass: int, listener: Listener) -> None:
         self.draws = 0
         self._passes = 0
+        self._handed_out = 0
+        self._parts: list[Tensor] = []
         self._fetch = fetch
         self._sampler = sampler
         self._steps_per_pass = steps_per_pass
         self._listener = listener
 
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The data set that batches are drawn from."""
+        return self._fetch.dataset
+
+    @property
+    def collate_fn(self) -> Collate:
+        """What makes a batch of records."""
+        return self._fetch.collate_fn
+
+    @property
+    def batch_size(self) -> int:
+        """The expected number of records in a batch."""
+        return round(self._sampler.rate * self._sampler.size)
+
     def __len__(self) -> int:
         return self._steps_per_pass
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise Misuse("private.loader cannot be copied or pickled: a copy would draw the same batches. Iterate over it.")
 
     def __iter__(self) -> Iterator[Any]:
         return (next(parts) for parts in self._pass(part_size=None))
@@ -83,33 +104,63 @@ class PrivateLoader:
         """For each logical batch an iterator of parts of at most `size` records: backward each, then step once."""
         return MicroBatches(self, whole("the size of a micro-batch", size))
 
+    def again(self) -> Any:
+        """The batch that was drawn last and not stepped, from its beginning: the way on after an exception in the loop.
+
+        The records are the same; what was added up for them is forgotten.
+        """
+        return next(self._again(part_size=None))
+
     def _pass(self, part_size: int | None) -> Iterator[Iterator[Any]]:
         left = self._listener.steps_left()
         steps = self._steps_per_pass if left is None else min(self._steps_per_pass, left)
-        return self._parts(steps, part_size)
+        return self._batches(steps, part_size)
 
-    def _parts(self, steps: int, part_size: int | None) -> Iterator[Iterator[Any]]:
+    def _batches(self, steps: int, part_size: int | None) -> Iterator[Iterator[Any]]:
+        self._listener.refuse_unstepped()
         self._passes += 1
         number = self._passes
         schedule = _Schedule(self._sampler, self.draws, steps, part_size)
         fetched = self._fetch(schedule.filled(), self.draws)
         for _ in range(steps):
-            if number != self._passes:
-                raise Misuse(
-                    "a second pass over private.loader was begun before this one ended, and both would draw the same "
-                    "batches: use one iterator at a time."
-                )
-            batch, sizes = schedule.next()
+            batch, parts = schedule.next()
             self._listener.open_batch(batch)
             self.draws = batch.draw + 1
-            parts = self._announced(sizes, fetched)
-            yield parts
-            deque(parts, maxlen=0)
+            self._parts = parts
+            unfetched = deque(parts)
+            yield self._announced(unfetched, lambda part: next(fetched))
+            if number != self._passes:
+                raise Misuse(
+                    "this pass over private.loader is over, because a second one was begun or a record could not be "
+                    "fetched: use one iterator at a time, and a new one after an exception."
+                )
+            self._listener.refuse_unstepped()
+            for _ in filter(len, unfetched):
+                next(fetched)  # parts of a batch that was finished by way of `again`
 
-    def _announced(self, sizes: list[int], fetched: Iterator[Any]) -> Iterator[Any]:
-        for size in sizes:
-            data = next(fetched) if size else self._fetch.empty()
-            self._listener.open_part(size)
+    def _again(self, part_size: int | None) -> Iterator[Any]:
+        self._listener.reopen_batch()
+        return self._announced(deque(_split(torch.cat(self._parts), part_size)), self._fetch.once)
+
+    def _announced(self, parts: deque[Tensor], fetch: Callable[[Tensor], Any]) -> Iterator[Any]:
+        """Each part's data, after its announcement. The newest iterator is the only good one: else a part could come
+        twice."""
+        self._handed_out += 1
+        return self._while_newest(self._handed_out, parts, fetch)
+
+    def _while_newest(self, number: int, parts: deque[Tensor], fetch: Callable[[Tensor], Any]) -> Iterator[Any]:
+        while parts:
+            if number != self._handed_out:
+                raise Misuse(
+                    "these micro-batches were handed out again or are of an earlier batch: use the newest ones."
+                )
+            part = parts.popleft()
+            try:
+                data = fetch(part) if len(part) else self._fetch.empty()
+            except BaseException:
+                self._passes += 1  # workers may be ahead or behind now: the pass cannot go on
+                raise
+            self._listener.open_part(len(part))
             yield data
 
 
@@ -125,6 +176,10 @@ class MicroBatches:
     def __iter__(self) -> Iterator[Iterator[Any]]:
         return self._loader._pass(self._size)
 
+    def again(self) -> Iterator[Any]:
+        """The parts of the batch that was drawn last and not stepped, from its beginning."""
+        return self._loader._again(self._size)
+
 
 class _Schedule:
     """The draws of one pass, each made once. Workers may fetch ahead of the training loop; both read the same draws, in
@@ -133,11 +188,11 @@ class _Schedule:
     def __init__(self, sampler: PoissonSampler, first: int, steps: int, part_size: int | None) -> None:
         self._draws = iter(range(first, first + steps))
         self._sampler, self._part_size = sampler, part_size
-        self._announcements: deque[tuple[Batch, list[int]]] = deque()
+        self._announcements: deque[tuple[Batch, list[Tensor]]] = deque()
         self._unfetched: deque[Tensor] = deque()
 
-    def next(self) -> tuple[Batch, list[int]]:
-        """The next batch and the sizes of its parts; an empty batch has one empty part."""
+    def next(self) -> tuple[Batch, list[Tensor]]:
+        """The next batch and its record numbers, part by part; an empty batch has one empty part."""
         if not self._announcements:
             self._draw(next(self._draws))
         return self._announcements.popleft()
@@ -154,162 +209,11 @@ class _Schedule:
 
     def _draw(self, draw: int) -> None:
         indices = self._sampler.indices(draw)
-        parts = indices.split(self._part_size or max(1, len(indices)))
+        parts = _split(indices, self._part_size)
         batch = Batch(draw, len(indices), self._sampler.name, self._sampler.rate)
-        self._announcements.append((batch, [len(part) for part in parts]))
-        self._unfetched.extend(part for part in parts if len(part))
+        self._announcements.append((batch, parts))
+        self._unfetched.extend(filter(len, parts))
 
 
-class Fetcher(Protocol):
-    """Turns record numbers into collated data."""
-
-    def __call__(self, parts: Iterator[Tensor], first_draw: int) -> Iterator[Any]: ...
-
-    def empty(self) -> Any:
-        """A batch without records, of the same structure."""
-
-
-class MemoryFetcher:
-    """Tensors in memory are indexed, all records at once."""
-
-    def __init__(self, rows: Callable[[Tensor], Any]) -> None:
-        self._rows = rows
-
-    def __call__(self, parts: Iterator[Tensor], first_draw: int) -> Iterator[Any]:
-        return map(self._rows, parts)
-
-    def empty(self) -> Any:
-        return self._rows(torch.empty(0, dtype=torch.int64))
-
-
-class DataLoaderFetcher:
-    """Any other data set goes through a DataLoader with the user's workers, collate function and pinned memory."""
-
-    def __init__(self, dataset: Dataset[Any], settings: Mapping[str, Any]) -> None:
-        self._dataset = dataset
-        self._collate = settings.get("collate_fn") or default_collate
-        self._feed = _Feed()
-        self._generator = torch.Generator()
-        own = {"generator": settings.get("generator") or self._generator}
-        self._loader = DataLoader(dataset, batch_sampler=self._feed, **{**settings, **own})
-
-    def __call__(self, parts: Iterator[Tensor], first_draw: int) -> Iterator[Any]:
-        """A DataLoader draws the seed of its workers when a pass begins. From the global generator, that would change the
-        dropout of a run that is resumed in the middle of a pass."""
-        self._generator.manual_seed((torch.initial_seed() + first_draw) % 2**63)
-        self._feed.parts = parts
-        return iter(self._loader)
-
-    def empty(self) -> Any:
-        """One record's batch cut down to none; `collate([])` would lose shapes and types, so it is asked only if need be."""
-        try:
-            return emptied(self._collate([self._dataset[0]]))
-        except InvalidArgument as refused:
-            try:
-                return self._collate([])
-            except Exception:
-                raise refused from None
-
-
-class _Feed(BatchSampler):
-    """A batch sampler that yields whatever parts it was given for this pass."""
-
-    parts: Iterator[Tensor]
-
-    def __init__(self) -> None:
-        self.parts = iter(())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (part.tolist() for part in self.parts)
-
-
-TAKEN_OVER = (
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
-
-
-def source_of(data: object) -> tuple[Dataset[Any], int | None, dict[str, Any]]:
-    """The data set, its own batch size if any, and the DataLoader settings to keep, of a Dataset or a DataLoader."""
-    if isinstance(data, DataLoader):
-        _refuse_own_sampling(data)
-        settings = {name: getattr(data, name) for name in TAKEN_OVER}
-        return _sized(data.dataset), data.batch_size, settings
-    return _sized(data), None, {}
-
-
-def fetcher(dataset: Dataset[Any], settings: Mapping[str, Any]) -> Fetcher:
-    """The fastest fetcher that does what the settings say."""
-    rows = _in_memory(dataset)
-    plain = settings.get("collate_fn", default_collate) is default_collate and not settings.get("pin_memory")
-    if rows is not None and plain:
-        return MemoryFetcher(rows)
-    return DataLoaderFetcher(dataset, settings)
-
-
-def _in_memory(dataset: Dataset[Any]) -> Callable[[Tensor], list[Tensor]] | None:
-    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
-        return lambda indices: [tensor.index_select(0, indices.to(tensor.device)) for tensor in dataset.tensors]
-    if type(dataset) is Subset:
-        inner = _in_memory(dataset.dataset)
-        if inner is not None:
-            chosen = torch.as_tensor(dataset.indices)
-            return lambda indices: inner(chosen[indices])
-    return None
-
-
-def _sized(dataset: object) -> Dataset[Any]:
-    if isinstance(dataset, IterableDataset):
-        raise InvalidType(
-            "an IterableDataset cannot be sampled record by record: give a Dataset with __len__ and __getitem__."
-        )
-    if not (callable(getattr(dataset, "__getitem__", None)) and callable(getattr(dataset, "__len__", None))):
-        raise InvalidType(f"dataset must be a Dataset or a DataLoader, got {type(dataset).__name__}.")
-    if isinstance(dataset, (Tensor, dict, str)):
-        raise InvalidType(f"dataset must be a Dataset: wrap your {type(dataset).__name__} in a TensorDataset.")
-    if len(dataset) == 0:  # type: ignore[arg-type]
-        raise InvalidArgument("the data set is empty: there is nothing to train on.")
-    return dataset  # type: ignore[return-value]
-
-
-def _refuse_own_sampling(loader: DataLoader[Any]) -> None:
-    batches = loader.batch_sampler
-    sampler = getattr(batches, "sampler", loader.sampler)
-    plain = type(batches) is BatchSampler and type(sampler) in (RandomSampler, SequentialSampler)
-    if isinstance(loader.dataset, IterableDataset):
-        return
-    partial = isinstance(sampler, RandomSampler) and (
-        sampler.replacement or sampler.num_samples != len(sampler.data_source)
-    )
-    if not plain or partial:
-        raise InvalidArgument(
-            f"the DataLoader has its own sampling ({type(batches).__name__} over {type(sampler).__name__}), and its privacy "
-            "is not that of Poisson batches. Give the data set, or a DataLoader with a plain batch_size."
-        )
-
-
-def emptied(batch: Any) -> Any:
-    """A collated batch of one record cut down to none.
-
-    >>> emptied({"x": torch.ones(1, 3), "name": ["ada"]})
-    {'x': tensor([], size=(0, 3)), 'name': []}
-    """
-    if isinstance(batch, Tensor):
-        return batch[:0] if batch.dim() else batch
-    if isinstance(batch, Mapping):
-        return {key: emptied(value) for key, value in batch.items()}
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        nested = any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in batch)
-        items = [emptied(item) for item in batch] if nested else []
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # type: ignore[call-arg]
-    raise InvalidArgument(
-        f"the collate function returns {type(batch).__name__}, of which clipless cannot make an empty batch: let it "
-        "accept an empty list of records."
-    )
+def _split(records: Tensor, part_size: int | None) -> list[Tensor]:
+    return list(records.split(part_size or max(1, len(records))))

@@ -136,13 +136,14 @@ def train(
     on_progress: Callable[[Progress], None] | None = None,
     saving: Saving | None = None,
     stop: Callable[[], bool] = lambda: False,
+    group: bool | None = None,
 ) -> Result:
     """Train a fresh model and test it once an epoch; the same seed gives the same run on the same machine.
 
     `on_progress` is called after every step and every test. With `saving`, a private run keeps its ledger and
     checkpoints in a folder, and can be resumed there. `stop` is asked before the first step and after each: when it says
     yes, everything is saved and `Interrupted` raised. Raises InvalidArgument, before training, for settings that cannot be
-    meant. The state of torch's global generator is left as it was.
+    meant. The state of torch's global generator is left as it was. `group` is that of `make_private`.
     """
     choice = _checked(data, settings)
     model_seed, shuffle_seed, noise_seed = _seeds(settings.seed)
@@ -151,7 +152,7 @@ def train(
         torch.manual_seed(model_seed)
         model = models.build(settings.model, data.shape, data.classes)
         optimizer = choice.make(model.parameters(), choice.lr if settings.lr is None else settings.lr)
-        private = _attach(model, optimizer, data, settings, noise_seed) if settings.private else None
+        private = _attach(model, optimizer, data, settings, noise_seed, group) if settings.private else None
         loader = private.loader if private else _shuffled(data.train, settings.batch_size, shuffle_seed)
         about = {"data": data.name, "settings": asdict(settings)}
         try:
@@ -292,7 +293,12 @@ def _threads(values: int) -> Iterator[None]:
 
 
 def _attach(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, settings: Settings, seed: int | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Data,
+    settings: Settings,
+    seed: int | None,
+    group: bool | None,
 ) -> Private:
     return make_private(
         model,
@@ -307,6 +313,7 @@ def _attach(
         accountant=settings.accountant,
         noise=settings.noise,
         seed=seed,
+        group=group,
     )
 
 

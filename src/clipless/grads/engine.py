@@ -60,11 +60,15 @@ class Engine:
         self.tape.detach()
         forget()
 
-    def complete(self) -> dict[str, Tensor]:
-        """The sum of every parameter: zeros for those that no record reached. Refused if a gradient got lost, or if the
-        batch has written into the model."""
-        self.tape.self_check.compare(self._checked, self.tape.parameters)
+    def refuse_unsound(self) -> None:
+        """Raise if the batch has written into the model, or if a check finds a gradient lost or outputs that depend on other
+        records."""
         self.tape.refuse_changes()
+        self.tape.self_check.compare(self._checked, self.tape.parameters)
+        self._checked = []
+
+    def complete(self) -> dict[str, Tensor]:
+        """The sum of every parameter: zeros for those that no record reached."""
         for name, parameter in self.tape.parameters.items():
             if name not in self.sums:
                 self.sums[name] = self._buffers.take(name, parameter).zero_()

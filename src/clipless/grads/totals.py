@@ -43,7 +43,7 @@ def refuse_lost(entry: Entry, parameters: Mapping[str, nn.Parameter]) -> None:
     if not math.isfinite(everything):
         return
     for name in parameters:
-        ours, theirs = entry.totals.pop(name, None), plain.pop(name, None)
+        ours, theirs = entry.totals.get(name), plain.pop(name, None)
         apart = _length(ours if theirs is None else theirs if ours is None else theirs.to(ours.dtype) - ours)
         if apart > tolerance * max(_length(ours), lengths.get(name, 0.0)) + FLOOR * everything:
             raise lost(name)

@@ -69,7 +69,7 @@ def run(task: Task, on_step: Callable[[int], None] | None = None) -> Outcome:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                result = train(records, task.settings, _reporter(on_step))
+                result = train(records, task.settings, _reporter(on_step), group=False)  # each run is one process's
         except Exception:
             return Outcome(task.place, task.candidate)
         return _outcome(task, result)
