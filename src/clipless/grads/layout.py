@@ -52,6 +52,7 @@ class Layout:
         self._passes: list[dict[Place, Shapes]] = []
         self._sizes: list[int] = []
         self._dims: dict[Place, Dims] = {}
+        self._given_up: set[str] = set()
 
     def forget(self) -> None:
         self.drop()
@@ -65,11 +66,15 @@ class Layout:
         """Remember the shapes that the present pass sees."""
         self._passes[-1][place] = shapes
 
+    def give_up(self, name: str) -> None:
+        """An operation of this module in the present pass cannot be tapped."""
+        self._given_up.add(name)
+
     def settle(self) -> set[str]:
-        """Compare the two passes. Returns the modules whose operations were not the same in both."""
-        (one, other), sizes = self._passes, tuple(self._sizes)
+        """Compare the two passes. Returns the modules whose operations were not the same in both, or were given up."""
+        (one, other), sizes, given_up = self._passes, tuple(self._sizes), self._given_up
         self.drop()
-        unstable = {place.name for place in one.keys() ^ other.keys() if place.side in OPERATION}
+        unstable = given_up | {place.name for place in one.keys() ^ other.keys() if place.side in OPERATION}
         for place in one.keys() & other.keys():
             if len(one[place]) == len(other[place]):
                 pairs = zip(one[place], other[place], strict=True)
@@ -82,7 +87,7 @@ class Layout:
 
     def drop(self) -> None:
         """Forget passes, finished or not."""
-        self._passes, self._sizes = [], []
+        self._passes, self._sizes, self._given_up = [], [], set()
 
     def without_records(self) -> set[str]:
         """The modules of which some call had no input that carries records."""

@@ -47,7 +47,7 @@ from clipless.grads.receiver import Receiver
 from clipless.grads.refusals import BufferGuard, refuse_module
 from clipless.grads.rules import generic, rule_of
 from clipless.grads.rules.generic import differentiable
-from clipless.grads.shared import Crossing, Operations, Shared, refuse_mixing, root
+from clipless.grads.shared import Crossing, Operations, Shared, in_place, refuse_mixing, root
 from clipless.grads.takeover import take_over
 from clipless.grads.tap import Call, Hook, Tap, flattened, refuse_stray
 from clipless.grads.ways import Ways
@@ -74,7 +74,7 @@ class Tape:
         self._operation_counts: dict[tuple[str, int], int] = {}
         self._probed = 0
         self.looks_at_data = False
-        self._operations = Operations(self._locate, self._wrap)
+        self._operations = Operations(self._locate, self._wrap, self._give_up)
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -238,6 +238,13 @@ class Tape:
             found = [self._ways.layout.dims(where, what, self.part.records) for where, what in places.items()]
             refuse_mixing(owner, operands, *found)
         return found[0], found[1]
+
+    def _give_up(self, owner: str, operation: str) -> None:
+        """The module cannot be taken operation by operation: found in a probe, it is taken as a whole."""
+        if not self._probed:
+            self._ways.forget()
+            raise in_place(owner, operation)
+        self._ways.layout.give_up(owner)
 
     def _wrap(self, crossing: Crossing, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         if self._probed:
