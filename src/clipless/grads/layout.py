@@ -6,7 +6,7 @@ records, of which nothing is kept and which leave the random state as it was: wh
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations, count
 from typing import Any, NamedTuple
@@ -27,12 +27,14 @@ OPERATION = ("operand", "result")
 
 
 class Place(NamedTuple):
-    """Inputs or outputs of one call of a module in a forward pass, or operands or results of an operation in it."""
+    """Inputs or outputs of one call of a module in a forward pass, or operands or results of an operation with its
+    parameters: then `call` and `operation` count in the module `inside` which that happens."""
 
     name: str
     call: int
     side: str = "input"
     operation: int = 0
+    inside: str = ""
 
     def output(self) -> "Place":
         """The outputs of the same call."""
@@ -122,17 +124,40 @@ def _changed_dim(one: torch.Size, other: torch.Size, sizes: tuple[int, ...]) -> 
 
 
 def signature(module: nn.Module, values: Any) -> object:
-    """In which way a module is called: another structure of inputs may lead to another layout."""
+    """In which way a module is called: another structure of inputs may lead to another layout, and so may a mask that
+    leaves something out where another does not."""
     leaves, spec = pytree.tree_flatten(values)
     ranks = tuple(leaf.dim() if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves)
-    return id(module), module.training, str(spec), ranks
+    masks = tuple(_extremes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    return id(module), module.training, str(spec), ranks, masks
 
 
-def telling_sizes(values: Any, module: nn.Module, records: int) -> tuple[int, int]:
+def _extremes(tensor: Tensor) -> tuple[int, int] | None:
+    """The smallest and the largest number of a mask, that is of zeros and ones; None for another tensor."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() == 0:
+        return None
+    least, most = (int(number) for number in tensor.aminmax())
+    return (least, most) if least >= 0 and most <= 1 else None
+
+
+def telling_records(values: Any, reading: Reading) -> list[int]:
+    """Records that a probe must have to run as the batch does: of every mask one with a zero and one with a one."""
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    found: list[int] = []
+    for k, dim in reading.items():
+        if _extremes(tensors[k]) == (0, 1):
+            rows = tensors[k].movedim(dim, 0).reshape(tensors[k].shape[dim], -1).bool()
+            for has in (~rows.all(1), rows.any(1)):
+                if not bool(has[found].any()):
+                    found.append(int(has.int().argmax()))
+    return sorted(found)
+
+
+def telling_sizes(values: Any, module: nn.Module, records: int, least: int = 2) -> tuple[int, int]:
     """Two small numbers of records that are no other size around: not in the inputs, not of a parameter."""
     taken = {size for shape in shapes_of(values) for size in shape if size != records or shape.count(size) > 1}
     taken |= {size for parameter in module.parameters() for size in parameter.shape}
-    free = (number for number in count(2) if number not in taken)
+    free = (number for number in count(max(least, 2)) if number not in taken)
     return next(free), next(free)
 
 
@@ -200,20 +225,46 @@ def readings(values: Any, records: int) -> Iterator[Reading]:
             yield {k: found[k] for k in chosen}
 
 
-def resized(values: Any, reading: Reading, target: int) -> Any:
-    """The structure with its records cut or repeated to `target`, in the same order; of no records zeros are made."""
+def resized(values: Any, reading: Reading, target: int, needed: Sequence[int] = ()) -> Any:
+    """The structure with its records cut or repeated to `target`, in the same order, the `needed` ones among them."""
+
+    def resize(tensor: Tensor, dim: int) -> Tensor:
+        rows = _chosen(tensor.shape[dim], target, needed)
+        return tensor.index_select(dim, torch.tensor(rows, dtype=torch.long, device=tensor.device))
+
+    return _with_records(values, reading, resize)
+
+
+def _chosen(records: int, target: int, needed: Sequence[int]) -> list[int]:
+    """
+    >>> _chosen(6, 3, []), _chosen(6, 3, [3, 5]), _chosen(2, 3, [1])
+    ([0, 2, 4], [0, 3, 5], [0, 0, 1])
+    """
+    even = [k * records // target for k in range(target)]
+    missing = [row for row in needed if row not in even]
+    spare = [row for row in even if row not in needed]
+    return sorted([row for row in even if row in needed] + missing + spare[: max(len(spare) - len(missing), 0)])
+
+
+def stand_in(values: Any, reading: Reading, number: int, truth: bool) -> Any:
+    """One record in place of none: zeros, `number` in whole numbers, `truth` in masks."""
+
+    def make(tensor: Tensor, dim: int) -> Tensor:
+        shape = (*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :])
+        whole = truth if tensor.dtype is torch.bool else number
+        return tensor.new_full(shape, 0 if tensor.is_floating_point() or tensor.is_complex() else whole)
+
+    return _with_records(values, reading, make)
+
+
+def _with_records(values: Any, reading: Reading, change: Callable[[Tensor, int], Tensor]) -> Any:
     numbers = count()
 
-    def resize(leaf: Any) -> Any:
+    def changed(leaf: Any) -> Any:
         dim = reading.get(next(numbers)) if isinstance(leaf, Tensor) else None
-        if dim is None:
-            return leaf
-        records = leaf.shape[dim]
-        if records == 0:
-            return leaf.new_zeros(*leaf.shape[:dim], target, *leaf.shape[dim + 1 :])
-        return leaf.index_select(dim, torch.arange(target, device=leaf.device) * records // target)
+        return leaf if dim is None else change(leaf, dim)
 
-    return pytree.tree_map(resize, values)
+    return pytree.tree_map(changed, values)
 
 
 @contextmanager

@@ -41,6 +41,8 @@ from clipless.grads.layout import (
     resized,
     shapes_of,
     signature,
+    stand_in,
+    telling_records,
     telling_sizes,
 )
 from clipless.grads.receiver import Receiver
@@ -50,7 +52,7 @@ from clipless.grads.rules.generic import differentiable
 from clipless.grads.shared import Crossing, Operations, Shared, in_place, refuse_mixing, root
 from clipless.grads.takeover import take_over
 from clipless.grads.tap import Call, Hook, Tap, flattened, refuse_stray
-from clipless.grads.ways import Ways
+from clipless.grads.ways import TROUBLES, Ways
 
 
 class Tape:
@@ -71,7 +73,8 @@ class Tape:
         self._buffers = BufferGuard(model)
         self._frames: list[Frame] = []
         self._calls: dict[str, int] = {}
-        self._operation_counts: dict[tuple[str, int], int] = {}
+        self._operation_counts: dict[tuple[str, str, int], int] = {}
+        self._stand_ins: dict[object, tuple[int, bool]] = {}
         self._probed = 0
         self.looks_at_data = False
         self._operations = Operations(self._locate, self._wrap, self._give_up)
@@ -164,7 +167,7 @@ class Tape:
         refuse_packed(self._names[module], (args, kwargs))
         self._buffers.remember()
         if records == 0:
-            args, kwargs = resized((args, kwargs), next(readings((args, kwargs), 0), {}), 1)
+            args, kwargs = self._stand_in(module, (args, kwargs))
         else:
             self._ways = self._learned.setdefault(signature(module, (args, kwargs)), Ways(self.rules))
             if not self._ways.learned:
@@ -173,11 +176,34 @@ class Tape:
         self._calls, self._operation_counts = {}, {}
         return args, kwargs
 
-    def _learn(self, module: nn.Module, inputs: tuple[Any, Any], records: int) -> None:
-        def run(reading: Reading, size: int) -> None:
-            self._probe(module, resized(inputs, reading, size), size)
+    def _stand_in(self, module: nn.Module, inputs: tuple[Any, Any]) -> Any:
+        """A record for an empty batch that the model can be run on: zeros, unless a mask or a length must not be zero."""
+        reading, how = next(readings(inputs, 0), {}), signature(module, inputs)
+        if how not in self._stand_ins:
+            fills = [(0, False), (0, True), (1, True)]
+            runs = (fill for fill in fills if self._runs(module, stand_in(inputs, reading, *fill)))
+            self._stand_ins[how] = next(runs, fills[0])
+        return stand_in(inputs, reading, *self._stand_ins[how])
 
-        if not self._ways.learn(run, readings(inputs, records), telling_sizes(inputs, module, records)):
+    def _runs(self, module: nn.Module, inputs: tuple[Any, Any]) -> bool:
+        self.receiver.busy = True
+        try:
+            with torch.no_grad(), random_state_kept(module):
+                module(*inputs[0], **inputs[1])
+        except TROUBLES:
+            return False
+        finally:
+            self.receiver.busy = False
+        return True
+
+    def _learn(self, module: nn.Module, inputs: tuple[Any, Any], records: int) -> None:
+        found = list(readings(inputs, records))
+        needed = telling_records(inputs, found[0]) if found else []
+
+        def run(reading: Reading, size: int) -> None:
+            self._probe(module, resized(inputs, reading, size, needed), size)
+
+        if not self._ways.learn(run, found, telling_sizes(inputs, module, records, len(needed))):
             self._probe(module, inputs, records)  # shows the model's own error, if that was the trouble
             raise self._ways.refusal()
 
@@ -222,9 +248,10 @@ class Tape:
 
     def _locate(self, owner: str, operands: list[Any], results: list[Tensor]) -> tuple[Dims, Dims]:
         """Where the records lie in the operands, tensors and sizes, and in the results of an operation."""
-        call = self._calls.get(owner, 0)
-        self._operation_counts[owner, call] = self._operation_counts.get((owner, call), 0) + 1
-        place = Place(owner, call, "operand", self._operation_counts[owner, call])
+        inside = self._frames[-1].place if self._frames else Place("", 0)
+        key = (owner, inside.name, inside.call)
+        self._operation_counts[key] = self._operation_counts.get(key, 0) + 1
+        place = Place(owner, inside.call, "operand", self._operation_counts[key], inside.name)
         shapes = tuple(x.shape if isinstance(x, Tensor) else torch.Size([max(x, 0)]) for x in operands)
         places = {place: shapes, place._replace(side="result"): tuple(result.shape for result in results)}
         if self._probed:
