@@ -28,7 +28,7 @@ class Biased(nn.Module):
         bias = self.table(torch.arange(T))
         if not bool(mask.all()):
             bias = bias * mask.unsqueeze(2)
-        return self.head((x + bias).tanh().mean(1))
+        return self.head((x + bias * 2).tanh().mean(1))
 
 
 def losses(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
 from clipless.grads.layout import Dims, Place, Shapes, packed_in, shapes_of, written
+from clipless.grads.outputs import hides_tensors
 from clipless.grads.pieces import Piece
 from clipless.grads.takeover import Takeover
 
@@ -101,6 +102,14 @@ def refuse_packed(name: str, values: Any) -> None:
             f"module {name!r} is given or returns a packed sequence, in which the records have no dimension of their own. "
             "Hand the model padded sequences and their lengths, pack them in its forward, and give them to nn.RNN, nn.LSTM "
             "or nn.GRU alone."
+        )
+
+
+def refuse_hidden(name: str, output: Any) -> None:
+    if hides_tensors(output):
+        raise UnsupportedModule(
+            f"module {name!r} returns an object in which no tensor can be seen, so its gradient would be lost. Return a "
+            "tensor, or tensors in a tuple, a list, a dictionary or a dataclass."
         )
 
 

@@ -25,6 +25,7 @@ from clipless.grads.frames import (
     own_parameters,
     put_back,
     refuse_foreign_rows,
+    refuse_hidden,
     refuse_packed,
     shared_input,
     turn_off,
@@ -45,6 +46,7 @@ from clipless.grads.layout import (
     telling_records,
     telling_sizes,
 )
+from clipless.grads.outputs import closed, opened
 from clipless.grads.receiver import Receiver
 from clipless.grads.refusals import BufferGuard, refuse_module
 from clipless.grads.rules import generic, rule_of
@@ -296,6 +298,7 @@ class Tape:
             return None
         frame = self._frames.pop()
         put_back(frame)
+        output = opened(output)
         if self._probed:
             self._ways.layout.note(frame.place.output(), shapes_of(output, floating=True))
             return None
@@ -308,11 +311,12 @@ class Tape:
             self._buffers.refuse_changes()
             if self.part is not None and self.part.records == 0:
                 output = resized(output, {k: 0 for k, shape in enumerate(shapes_of(output)) if shape[:1] == (1,)}, 0)
-        return output
+        return closed(output)
 
     def _tap(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self.rules[frame.place.name] is generic:
             refuse_packed(frame.place.name, (args, kwargs, output))
+            refuse_hidden(frame.place.name, output)
         if self.part is not None and self.part.records > 0:
             frame.out_dims = self._placed(
                 frame.place.output(), shapes_of(output, floating=True), self.part.records, all
