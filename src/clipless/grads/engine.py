@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipless.grads.buffers import Buffers
-from clipless.grads.frames import Part
+from clipless.grads.frames import Part, interrupted
 from clipless.grads.pieces import Piece, Share, add_all, combine, forget, formed, measured, sq_norms_of
 from clipless.grads.receiver import Receiver
 from clipless.grads.tape import Tape
@@ -37,6 +37,7 @@ class Engine:
         self.seen = 0
         self.tape = Tape(model, Receiver(self._take, self._finish))
         self.tape.looks_at_data = len(groups) > 1
+        self.tape.interrupted = self._reopen
         self._groups = groups
         self._factors = factors
         self._observe = observe
@@ -47,6 +48,7 @@ class Engine:
         self._buffers = Buffers()
         self._clips: list[Clip] = []
         self._ready: dict[int, float] = {}
+        self._added = False
 
     def clear(self) -> None:
         """Forget the sums: a new logical batch begins."""
@@ -70,7 +72,17 @@ class Engine:
         self._tuner.begin()
         self._clips = [Clip(set(members)) for members in self._groups.members]
         self._ready = {}
+        self._added = False
         self.tape.open(Part(records))
+
+    def _reopen(self) -> None:
+        """Begin the part anew after a backward pass that was interrupted, if nothing of it is mixed with other parts."""
+        if self._added and self.seen:
+            raise interrupted(again=True)
+        if self._added:
+            self.sums = {}
+        if self.tape.part is not None:
+            self.open(self.tape.part.records, self._scale)
 
     def _take(self, part: Part, name: str, uses: list[Piece]) -> None:
         """All pieces of a parameter are there. Groups with all their parameters are clipped soon."""
@@ -120,6 +132,7 @@ class Engine:
         """Add each group's pieces, their records times their factors, and nothing of records whose norm is infinite."""
         if not any(held):
             return
+        self._added = True
         factors = self._factors(norms, groups) * self._scale
         finite = norms.isfinite()
         everyone = bool(finite.all())

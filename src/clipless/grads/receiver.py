@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clipless.errors import Misuse
-from clipless.grads.frames import Part, not_its_own, used_again
+from clipless.grads.frames import Part, interrupted, not_its_own, used_again
 from clipless.grads.pieces import Piece
 from clipless.grads.rules import LayerRule, Use
 from clipless.grads.shared import Crossing
@@ -88,16 +88,22 @@ class Receiver:
                 "a second backward() on the same records: their gradients would be clipped apart and count twice. Add "
                 "the losses and call backward() once, or split the batch with private.loader.microbatches(n)."
             )
-        if not part.begun:
-            part.begun = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+        self.begin(part)
+        if part.task != torch._C._current_graph_task_id() and not part.late:
+            raise interrupted(again=False)
         return part
+
+    def begin(self, part: Part) -> None:
+        """A backward pass is running, the outermost one if there are several: its end completes the part."""
+        if not part.begun:
+            part.begun, part.task = True, torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
 
     def _complete(self) -> None:
         part = self.part
         if part is None or part.done:
             return
-        part.done = True
         for name in list(part.pieces):
             self._hand_on(part, name)
         self._on_complete(part)
+        part.done = True

@@ -8,7 +8,6 @@ tapped: its output's gradient, pulled back record by record, is the parameter's 
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from clipless.grads.pieces import Instantiated, OuterProducts, Piece, Scattered
 from clipless.grads.rules.generic import differentiable
 from clipless.grads.rules.linear import positions
 from clipless.grads.rules.use import at_least_float32
-from clipless.grads.writes import by_record
+from clipless.grads.writes import WRITES
 
 Function = Callable[..., Any]
 
@@ -109,42 +108,14 @@ def _write(func: Function, args: Any, kwargs: Any) -> Any:
     shared = next(leaf for leaf in leaves if isinstance(leaf, Shared))
     owner, target = shared.roots[0].owner, args[0]
     learns = isinstance(target, Shared) or not isinstance(target, Tensor) or target.is_floating_point()
-    if learns and func in _WRITES and not isinstance(target, Shared):
+    if learns and func in WRITES and not isinstance(target, Shared):
         (dim,), _ = shared.operations.locate(owner, [target], [target])
         if dim is not None:
-            return _WRITES[func](target, dim, *args[1:], **kwargs)
+            return WRITES[func](target, dim, *args[1:], **kwargs)
     if learns:
         shared.operations.give_up(owner, getattr(func, "__name__", ""))
     with torch._C.DisableTorchFunctionSubclass():
         return _run(func, [leaf.value.detach().clone() if isinstance(leaf, Shared) else leaf for leaf in leaves], spec)
-
-
-def _everywhere(func: Function, target: Tensor, dim: int, *values: Any, **kwargs: Any) -> Any:
-    spread = [value.expand(target.shape) if isinstance(value, Shared) else value for value in values]
-    return func(target, *spread, **kwargs)
-
-
-def _masked_fill(target: Tensor, dim: int, mask: Tensor, value: Tensor) -> Tensor:
-    return target.copy_(torch.where(mask, value.expand(target.shape), target))
-
-
-def _set_item(target: Tensor, dim: int, index: Any, value: Tensor) -> None:
-    target[index] = by_record(value.expand(target.shape[dim], *value.shape), target, dim, index)
-
-
-def _index_put(target: Tensor, dim: int, indices: Any, value: Tensor, accumulate: bool = False) -> Tensor:
-    spread = by_record(value.expand(target.shape[dim], *value.shape), target, dim, tuple(indices))
-    return target.index_put_(indices, spread, accumulate)
-
-
-# `x += shared` comes as `x.add_(shared)`.
-_WRITES: dict[Function, Function] = {
-    **{func: partial(_everywhere, func) for func in (Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.copy_)},
-    Tensor.fill_: partial(_everywhere, Tensor.copy_),
-    Tensor.masked_fill_: _masked_fill,
-    Tensor.__setitem__: _set_item,
-    Tensor.index_put_: _index_put,
-}
 
 
 def _operation(func: Function, args: Any, kwargs: Any) -> Any:
@@ -181,15 +152,6 @@ def _replaced(result: Any, change: Callable[[list[Tensor]], tuple[Tensor, ...]])
     changed = iter(change(differentiable(result)))
     floating = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
     return pytree.tree_unflatten([next(changed) if f else leaf for leaf, f in zip(leaves, floating, strict=True)], spec)
-
-
-def in_place(owner: str, name: str) -> UnsupportedModule:
-    """What to say where a module was given up and cannot be taken as a whole."""
-    return UnsupportedModule(
-        f"module {owner!r} uses its parameters in the in-place operation {name!r}, whose gradient cannot be told apart by "
-        "record. Compute a new tensor instead (torch.where, torch.cat, torch.stack, or the operation without the trailing "
-        "underscore)."
-    )
 
 
 def refuse_mixing(owner: str, operands: list[Any], dims: Dims, out_dims: Dims) -> None:

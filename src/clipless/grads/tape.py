@@ -21,6 +21,7 @@ from clipless.grads.frames import (
     by_size,
     draws_at_random,
     idle,
+    in_place,
     left_the_model,
     own_parameters,
     put_back,
@@ -29,6 +30,7 @@ from clipless.grads.frames import (
     refuse_packed,
     shared_input,
     turn_off,
+    unseen_by_checkpoints,
 )
 from clipless.grads.layout import (
     Dims,
@@ -48,10 +50,10 @@ from clipless.grads.layout import (
 )
 from clipless.grads.outputs import closed, opened
 from clipless.grads.receiver import Receiver
-from clipless.grads.refusals import BufferGuard, refuse_module
+from clipless.grads.refusals import BufferGuard, refuse_compiled, refuse_module
 from clipless.grads.rules import generic, rule_of
 from clipless.grads.rules.generic import differentiable
-from clipless.grads.shared import Crossing, Operations, Shared, in_place, refuse_mixing, root
+from clipless.grads.shared import Crossing, Operations, Shared, refuse_mixing, root
 from clipless.grads.takeover import take_over
 from clipless.grads.tap import Call, Hook, Tap, flattened, refuse_stray
 from clipless.grads.ways import TROUBLES, Ways
@@ -61,6 +63,7 @@ class Tape:
     """Hooks on a model that make the receiver get the gradients at every module, for the open part.
 
     `open(part)` before the forward pass. If it `looks_at_data`, the part is told which records' data are not finite.
+    `interrupted` is called where a forward pass follows a backward pass that was not finished.
     """
 
     def __init__(self, model: nn.Module, receiver: Receiver) -> None:
@@ -76,14 +79,17 @@ class Tape:
         self._frames: list[Frame] = []
         self._calls: dict[str, int] = {}
         self._operation_counts: dict[tuple[str, str, int], int] = {}
+        self._entered: tuple[Part | None, nn.Module | None] = None, None
         self._stand_ins: dict[object, tuple[int, bool]] = {}
         self._probed = 0
         self.looks_at_data = False
+        self.interrupted: Callable[[], None] = lambda: None
         self._operations = Operations(self._locate, self._wrap, self._give_up)
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         for module in self._names:
+            refuse_compiled(module, self._names[module])
             refuse_module(module, self._names[module])
         for module in self._names:
             if idle(module):
@@ -152,11 +158,13 @@ class Tape:
         refuse_module(module, self._names[module])
         armed = torch.is_grad_enabled()
         recomputing = torch._C._current_graph_task_id() != -1
-        entry = armed and not recomputing and not any(frame.armed for frame in self._frames)
+        outermost = armed and not any(frame.armed for frame in self._frames)
         changed = None
-        if entry and self.part is not None:
+        if outermost and self.part is not None and not (recomputing and self._entered[0] is self.part):
             changed = args, kwargs = self._begin_forward(module, args, kwargs, self.part.records)
-        frame = Frame(module, self._place(self._names[module]), armed)
+        elif outermost and self.part is not None and self.part.records == 0 and self._entered[1] is module:
+            changed = args, kwargs = self._stand_in(module, (args, kwargs))
+        frame = Frame(module, self._place(self._names[module]), armed, stand_in=changed is not None)
         self._frames.append(frame)
         if armed:
             self._arm(frame, args, kwargs)
@@ -165,6 +173,10 @@ class Tape:
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, records: int) -> tuple[Any, Any]:
         """At the outermost module: learn the layout, once for each way in which it is called, and give an empty batch a row
         that no sum will ever see."""
+        forward = torch._C._current_graph_task_id() == -1
+        if forward and self.part is not None and self.part.begun and not self.part.done:
+            self.interrupted()
+        self._entered = self.part, module
         refuse_foreign_rows((args, kwargs), records)
         refuse_packed(self._names[module], (args, kwargs))
         self._buffers.remember()
@@ -190,7 +202,7 @@ class Tape:
     def _runs(self, module: nn.Module, inputs: tuple[Any, Any]) -> bool:
         self.receiver.busy = True
         try:
-            with torch.no_grad(), random_state_kept(module):
+            with random_state_kept(module), unseen_by_checkpoints():
                 module(*inputs[0], **inputs[1])
         except TROUBLES:
             return False
@@ -215,7 +227,7 @@ class Tape:
         depth, self._calls, self._operation_counts, self._probed = len(self._frames), {}, {}, size
         self._ways.layout.begin_pass(size)
         try:
-            with random_state_kept(module):
+            with random_state_kept(module), unseen_by_checkpoints():
                 module(*some_args, **some_kwargs)
         finally:
             self._probed = 0
@@ -309,7 +321,7 @@ class Tape:
             output = self._tap(frame, args, kwargs, output)
         if not any(frame.armed for frame in self._frames):
             self._buffers.refuse_changes()
-            if self.part is not None and self.part.records == 0:
+            if frame.stand_in and self.part is not None and self.part.records == 0:
                 output = resized(output, {k: 0 for k, shape in enumerate(shapes_of(output)) if shape[:1] == (1,)}, 0)
         return closed(output)
 
@@ -369,7 +381,9 @@ class Tape:
         if self.part is not None:
             for name in names:
                 self.part.uses[name] = self.part.uses.get(name, 0) + 1
-            self.part.late |= torch._C._current_graph_task_id() != -1
+            if torch._C._current_graph_task_id() != -1:
+                self.part.late = True
+                self.receiver.begin(self.part)
 
     def _place(self, name: str) -> Place:
         self._calls[name] = self._calls.get(name, 0) + 1

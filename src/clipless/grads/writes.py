@@ -1,12 +1,16 @@
-"""A value written by index into a tensor with records: which record each of the written numbers belongs to.
+"""A value written into a tensor with records, in place or by index: which record each of the written numbers belongs to.
 
 Index legend: b record.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Function = Callable[..., Any]
 
 
 def by_record(copies: Tensor, target: Tensor, dim: int, index: Any) -> Tensor:
@@ -28,3 +32,31 @@ def by_record(copies: Tensor, target: Tensor, dim: int, index: Any) -> Tensor:
             return numbers[rows[:, 0]].view(record.shape)
     places = torch.arange(numbers.shape[1], device=target.device).view(value).expand(record.shape)
     return numbers[record, places]
+
+
+def _everywhere(func: Function, target: Tensor, dim: int, value: Tensor, *rest: Any, **kwargs: Any) -> Any:
+    return func(target, value.expand(target.shape), *rest, **kwargs)
+
+
+def _masked_fill(target: Tensor, dim: int, mask: Tensor, value: Tensor) -> Tensor:
+    return target.copy_(torch.where(mask, value.expand(target.shape), target))
+
+
+def _set_item(target: Tensor, dim: int, index: Any, value: Tensor) -> None:
+    target[index] = by_record(value.expand(target.shape[dim], *value.shape), target, dim, index)
+
+
+def _index_put(target: Tensor, dim: int, indices: Any, value: Tensor, accumulate: bool = False) -> Tensor:
+    spread = by_record(value.expand(target.shape[dim], *value.shape), target, dim, tuple(indices))
+    return target.index_put_(indices, spread, accumulate)
+
+
+# How each operation writes a value into a target whose records lie along a dimension: (target, dim, further arguments). The
+# value is spread over the records first. `x += value` comes as `x.add_(value)`.
+WRITES: dict[Function, Function] = {
+    **{func: partial(_everywhere, func) for func in (Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.copy_)},
+    Tensor.fill_: partial(_everywhere, Tensor.copy_),
+    Tensor.masked_fill_: _masked_fill,
+    Tensor.__setitem__: _set_item,
+    Tensor.index_put_: _index_put,
+}
