@@ -11,7 +11,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import clipless
 from clipless import oracle
-from clipless.grads.layout import readings, resized, signature, stand_in, telling_records, telling_sizes
+from clipless.grads.empty import stand_in
+from clipless.grads.layout import readings, resized, signature, telling_records, telling_sizes
 from clipless.preflight import relative_error
 
 T, D = 4, 6

@@ -232,7 +232,7 @@ def resized(values: Any, reading: Reading, target: int, needed: Sequence[int] = 
         rows = _chosen(tensor.shape[dim], target, needed)
         return tensor.index_select(dim, torch.tensor(rows, dtype=torch.long, device=tensor.device))
 
-    return _with_records(values, reading, resize)
+    return with_records(values, reading, resize)
 
 
 def _chosen(records: int, target: int, needed: Sequence[int]) -> list[int]:
@@ -246,18 +246,8 @@ def _chosen(records: int, target: int, needed: Sequence[int]) -> list[int]:
     return sorted([row for row in even if row in needed] + missing + spare[: max(len(spare) - len(missing), 0)])
 
 
-def stand_in(values: Any, reading: Reading, number: int, truth: bool) -> Any:
-    """One record in place of none: zeros, `number` in whole numbers, `truth` in masks."""
-
-    def make(tensor: Tensor, dim: int) -> Tensor:
-        shape = (*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :])
-        whole = truth if tensor.dtype is torch.bool else number
-        return tensor.new_full(shape, 0 if tensor.is_floating_point() or tensor.is_complex() else whole)
-
-    return _with_records(values, reading, make)
-
-
-def _with_records(values: Any, reading: Reading, change: Callable[[Tensor, int], Tensor]) -> Any:
+def with_records(values: Any, reading: Reading, change: Callable[[Tensor, int], Tensor]) -> Any:
+    """The structure with `change(tensor, dim)` in place of the tensors that carry records."""
     numbers = count()
 
     def changed(leaf: Any) -> Any:
@@ -265,6 +255,19 @@ def _with_records(values: Any, reading: Reading, change: Callable[[Tensor, int],
         return leaf if dim is None else change(leaf, dim)
 
     return pytree.tree_map(changed, values)
+
+
+def broken_records(tensor: Tensor, dim: int | None, records: int, masks: bool) -> Tensor | None:
+    """The records with data that are not finite, [b], None if there are none or these are no data; -inf counts as finite
+    among `masks`."""
+    data = tensor.is_floating_point() and not tensor.requires_grad and tensor.numel() > 0
+    if not data or dim is None or tensor.shape[dim] != records:
+        return None
+    rows = tensor.movedim(dim, 0).reshape(records, -1)
+    if bool(torch.linalg.vector_norm(rows, dim=1).isfinite().all()):
+        return None  # as always; the largest number, which takes longer, does not overflow
+    largest = rows.amax(1) if masks else torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
+    return ~(largest < torch.inf)
 
 
 @contextmanager

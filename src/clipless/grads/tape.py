@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from clipless.errors import UnsupportedModule
+from clipless.grads.empty import StandIns
 from clipless.grads.frames import (
     Frame,
     Part,
@@ -37,6 +38,7 @@ from clipless.grads.layout import (
     Place,
     Reading,
     Shapes,
+    broken_records,
     plain_tensors,
     random_state,
     random_state_kept,
@@ -44,7 +46,6 @@ from clipless.grads.layout import (
     resized,
     shapes_of,
     signature,
-    stand_in,
     telling_records,
     telling_sizes,
 )
@@ -56,7 +57,7 @@ from clipless.grads.rules.generic import differentiable
 from clipless.grads.shared import Crossing, Operations, Shared, refuse_mixing, root
 from clipless.grads.takeover import take_over
 from clipless.grads.tap import Call, Hook, Tap, flattened, refuse_stray
-from clipless.grads.ways import TROUBLES, Ways
+from clipless.grads.ways import Ways
 
 
 class Tape:
@@ -80,7 +81,7 @@ class Tape:
         self._calls: dict[str, int] = {}
         self._operation_counts: dict[tuple[str, str, int], int] = {}
         self._entered: tuple[Part | None, nn.Module | None] = None, None
-        self._stand_ins: dict[object, tuple[int, bool]] = {}
+        self._stand_ins = StandIns(receiver)
         self._probed = 0
         self.looks_at_data = False
         self.interrupted: Callable[[], None] = lambda: None
@@ -116,9 +117,9 @@ class Tape:
         """Whether every hook is still where the tape put it."""
         return bool(self._handles) and all(h.id in (h.hooks_dict_ref() or ()) for h in self._handles)
 
-    def restore(self) -> None:
-        """Put back what an interrupted forward pass has left turned off or replaced."""
-        while self._frames:
+    def restore(self, depth: int = 0) -> None:
+        """Put back what an interrupted forward pass has left turned off or replaced, in all frames but the first few."""
+        while len(self._frames) > depth:
             put_back(self._frames.pop())
 
     def open(self, part: Part | None) -> None:
@@ -163,7 +164,7 @@ class Tape:
         if outermost and self.part is not None and not (recomputing and self._entered[0] is self.part):
             changed = args, kwargs = self._begin_forward(module, args, kwargs, self.part.records)
         elif outermost and self.part is not None and self.part.records == 0 and self._entered[1] is module:
-            changed = args, kwargs = self._stand_in(module, (args, kwargs))
+            changed = args, kwargs = self._stand_ins.given(module, (args, kwargs))
         frame = Frame(module, self._place(self._names[module]), armed, stand_in=changed is not None)
         self._frames.append(frame)
         if armed:
@@ -181,7 +182,7 @@ class Tape:
         refuse_packed(self._names[module], (args, kwargs))
         self._buffers.remember()
         if records == 0:
-            args, kwargs = self._stand_in(module, (args, kwargs))
+            args, kwargs = self._stand_ins.given(module, (args, kwargs))
         else:
             self._ways = self._learned.setdefault(signature(module, (args, kwargs)), Ways(self.rules))
             if not self._ways.learned:
@@ -189,26 +190,6 @@ class Tape:
                 self._buffers.refuse_changes()
         self._calls, self._operation_counts = {}, {}
         return args, kwargs
-
-    def _stand_in(self, module: nn.Module, inputs: tuple[Any, Any]) -> Any:
-        """A record for an empty batch that the model can be run on: zeros, unless a mask or a length must not be zero."""
-        reading, how = next(readings(inputs, 0), {}), signature(module, inputs)
-        if how not in self._stand_ins:
-            fills = [(0, False), (0, True), (1, True)]
-            runs = (fill for fill in fills if self._runs(module, stand_in(inputs, reading, *fill)))
-            self._stand_ins[how] = next(runs, fills[0])
-        return stand_in(inputs, reading, *self._stand_ins[how])
-
-    def _runs(self, module: nn.Module, inputs: tuple[Any, Any]) -> bool:
-        self.receiver.busy = True
-        try:
-            with random_state_kept(module), unseen_by_checkpoints():
-                module(*inputs[0], **inputs[1])
-        except TROUBLES:
-            return False
-        finally:
-            self.receiver.busy = False
-        return True
 
     def _learn(self, module: nn.Module, inputs: tuple[Any, Any], records: int) -> None:
         found = list(readings(inputs, records))
@@ -231,9 +212,7 @@ class Tape:
                 module(*some_args, **some_kwargs)
         finally:
             self._probed = 0
-            for frame in self._frames[depth:]:
-                put_back(frame)
-            del self._frames[depth:]
+            self.restore(depth)
 
     def _arm(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = self._own.get(frame.module)
@@ -317,7 +296,8 @@ class Tape:
         if not frame.armed or output is None:
             return None
         if frame.turned_off:
-            self._refuse_randomness(frame)
+            if frame.random_state and frame.random_state != random_state(module):
+                raise draws_at_random(frame.place.name)  # the generic rule computes it again, which must give the same
             output = self._tap(frame, args, kwargs, output)
         if not any(frame.armed for frame in self._frames):
             self._buffers.refuse_changes()
@@ -353,20 +333,9 @@ class Tape:
         masks = self.rules[frame.place.name] is generic
         tensors = plain_tensors(inputs) or [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         for tensor, dim in zip(tensors, frame.dims, strict=True):
-            data = tensor.is_floating_point() and not tensor.requires_grad and tensor.numel() > 0
-            if data and dim is not None and tensor.shape[dim] == part.records:
-                rows = tensor.movedim(dim, 0).reshape(part.records, -1)
-                if bool(torch.linalg.vector_norm(rows, dim=1).isfinite().all()):
-                    continue  # as always; the largest number, which takes longer, does not overflow
-                largest = rows.amax(1) if masks else torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
-                broken = ~(largest < torch.inf)
+            broken = broken_records(tensor, dim, part.records, masks)
+            if broken is not None:
                 part.broken = broken if part.broken is None else part.broken | broken
-
-    def _refuse_randomness(self, frame: Frame) -> None:
-        """The generic rule computes a module again, which must give the same values."""
-        now = random_state(frame.module) if frame.random_state else []
-        if frame.random_state != now:
-            raise draws_at_random(self._names[frame.module])
 
     def _call(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         own, turned_off = self._own[frame.module], set(map(id, frame.turned_off))
