@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -239,6 +240,67 @@ def test_agrees_with_the_oracle_under_bfloat16_autocast(name: str) -> None:
             one, other = (torch.cat([grad.flatten() for grad in found.grads.values()]) for found in (fast, slow))
             assert one.dtype == torch.float32
             assert float((one - other).norm()) <= 2e-2 * float(other.norm()) + 1e-9
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("lengths", [(8, 8, 8, 8, 8), (8, 8, 8, 8, 3), (8, 8, 3, 8, 8), (3, 4, 5, 8, 2)])
+def test_t5_agrees_with_the_oracle_for_any_padding_and_under_checkpointing(
+    lengths: tuple[int, ...], checkpointed: bool
+) -> None:
+    """It passes no mask where nothing is left out, and hands a bias of its first layer to all others."""
+    torch.manual_seed(0)
+    model = ARCHITECTURES["t5"].make().train()
+    if checkpointed:
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    mask = (torch.arange(LENGTH) < torch.tensor(lengths).unsqueeze(1)).long()
+    ids = torch.randint(3, VOCABULARY, (5, LENGTH)) * mask
+    batch = {"input_ids": ids, "attention_mask": mask}, torch.arange(5) % 3
+    fast, slow = (which.clipped_sum(model, losses(ARCHITECTURES["t5"]), batch) for which in (clipless, oracle))
+    assert relative_error(fast, slow) <= 1e-3
+
+
+SPEECH = {
+    **{name: value for name, value in ENCODER.items() if "position" not in name},
+    "num_hidden_layers": 1,
+    "conv_dim": (8, 8),
+    "conv_stride": (4, 2),
+    "conv_kernel": (8, 4),
+    "num_feat_extract_layers": 2,
+    "feat_extract_norm": "layer",
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 8,
+    "apply_spec_augment": True,
+    "mask_time_prob": 0.4,
+    "mask_time_length": 2,
+    "mask_feature_prob": 0.0,
+    **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0),
+    **dict.fromkeys(("final_dropout", "layerdrop"), 0.0),
+}
+
+
+@pytest.mark.parametrize("family", ["Wav2Vec2", "Hubert", "UniSpeech", "Data2VecAudio"])
+def test_masked_positions_of_speech_are_learned(family: str) -> None:
+    """The parameter written over the positions that were drawn has the gradient of each record, for those positions."""
+    torch.manual_seed(0)
+    own = {"conv_pos_kernel_size": 3} if family == "Data2VecAudio" else {}
+    settings = {**SPEECH, **own, "num_conv_pos_embeddings": 1 if own else 4}
+    made = getattr(transformers, f"{family}ForSequenceClassification")
+    model = made(getattr(transformers, f"{family}Config")(**settings)).train()
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    number = next(k for k, name in enumerate(names) if "masked_spec_embed" in name)
+    batch = torch.randn(4, 200), torch.arange(4) % 3
+
+    def drawn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        np.random.seed(3)
+        return F.cross_entropy(model(batch[0]).logits, batch[1], reduction="none")
+
+    found = clipless.clipped_sum(model, drawn, batch, clipless.abadi(groups="per-parameter", threshold=1e9))
+    token = model.get_parameter(names[number])
+    each = torch.stack([torch.autograd.grad(drawn(model, batch)[b], token)[0] for b in range(4)])
+    torch.testing.assert_close(found.norms[number], each.norm(dim=1), rtol=1e-3, atol=1e-9)
+    torch.testing.assert_close(found.grads[names[number]], each.sum(0), rtol=1e-3, atol=1e-8)
+    assert float(each.norm()) > 0
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -215,12 +215,8 @@ class Private(refusals.Whole):
     # One step.
 
     def backward(self, losses: Tensor) -> None:
-        """The backward pass from one loss per record, a tensor of shape (B,): nothing is left to be misstated.
-
-        A loss that depends on other records, by a weighted mean or a statistic of the batch, is found and refused in the
-        first step. `loss.backward()` on a mean or a sum, which `loss_reduction` must name, does the same for a model
-        whose loss keeps its records apart, and cannot tell if it does.
-        """
+        """From one loss per record, (B,): nothing is left to be misstated, and losses that couple records are refused.
+        `loss.backward()` on the mean or sum that `loss_reduction` names does the same, and cannot tell if they do."""
         refusals.refuse_losses(losses, self._engine.tape.part)
         self._engine.backward(losses)
 

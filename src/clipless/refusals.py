@@ -8,8 +8,9 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from clipless.errors import BudgetSpent, InvalidArgument, InvalidType, Misuse
-from clipless.grads.frames import Part, became_trainable
+from clipless.grads.frames import Part
 from clipless.grads.layout import written
+from clipless.grads.watch import became_trainable
 
 
 class Whole:

@@ -273,3 +273,26 @@ def test_dropout_draws_what_it_would_have_drawn() -> None:
 def test_loss_function_must_give_one_loss_per_record() -> None:
     with pytest.raises(clipless.InvalidArgument, match="reduction='none'"):
         clipless.clipped_sum(nn.Linear(2, 2), lambda m, x: m(x).mean(), torch.ones(3, 2))
+
+
+class Averaging(nn.Module):
+    """Keeps a mean of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), Averaging])
+def test_a_model_that_is_refused_is_left_as_it_was(make) -> None:
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(clipless.UnsupportedModule):
+        clipless.clipped_sum(model, losses, (torch.randn(5, 4), torch.arange(5) % 3))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

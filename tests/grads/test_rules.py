@@ -158,3 +158,45 @@ def test_half_precision_is_summed_in_single_precision(layer: nn.Module) -> None:
     exact = clipless.oracle.clipped_sum(low.float(), losses, (x.float(), y))
     for name, grad in rounded.grads.items():
         torch.testing.assert_close(grad.float(), exact.grads[name], rtol=3e-2, atol=3e-2)
+
+
+class Rearranged(nn.Module):
+    """A GroupNorm whose input lies in memory in another order than torch's own."""
+
+    def __init__(self, channels_last: bool) -> None:
+        super().__init__()
+        self.channels_last = channels_last
+        self.inner, self.norm, self.head = nn.Linear(5, 4), nn.GroupNorm(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x).permute(0, 3, 1, 2)  # [b,c,h,w]
+        h = h.to(memory_format=torch.channels_last) if self.channels_last else h.flatten(2)
+        return self.head(self.norm(h).tanh().flatten(2).mean(2))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_group_norm_takes_its_input_in_any_order_in_memory(channels_last: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Rearranged(channels_last), (torch.randn(6, 2, 3, 5), torch.arange(6) % 3)
+    fast, slow = (which.clipped_sum(model, losses, batch) for which in (clipless, clipless.oracle))
+    assert relative_error(fast, slow) <= 1e-4
+
+
+@pytest.mark.parametrize("padding_idx", [None, 1])
+def test_an_embedding_of_no_positions_learns_nothing(padding_idx: int | None) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(7, 4, padding_idx=padding_idx), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.table(x).sum(1))
+
+    model, batch = Bare(), (torch.zeros(5, 0, dtype=torch.long), torch.arange(5) % 3)
+    for groups in ("flat", "per-layer"):
+        fast, slow = (
+            which.clipped_sum(model, losses, batch, clipless.abadi(groups=groups))
+            for which in (clipless, clipless.oracle)
+        )
+        assert relative_error(fast, slow) <= 1e-4
+        assert not fast.grads["table.weight"].any()

@@ -115,6 +115,14 @@ class Raw(Head):
         return torch.einsum("btd,de->bte", F.layer_norm(y, (D,), self.scale), self.matrix.t())
 
 
+class Cast(Raw):
+    """Parameters cast to the type of what they meet."""
+
+    def body(self, x: Tensor) -> Tensor:
+        y = x @ self.matrix.type_as(x) * self.scale.to(x) + self.shift.to(x, copy=True)
+        return (y.double() * self.temperature.type_as(y.double())).to(self.shift)
+
+
 class LowRank(Head):
     def __init__(self) -> None:
         super().__init__()
@@ -212,6 +220,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "positions-and-padded-tokens": PaddedBothWays,
     "bias": Bias,
     "raw": Raw,
+    "cast": Cast,
     "low-rank": LowRank,
     "listed": Listed,
     "handed": Handed,

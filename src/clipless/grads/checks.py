@@ -102,7 +102,6 @@ class PartCheck:
 
     def at_output(self, entry: Entry, grads: tuple[Tensor | None, ...]) -> None:
         """The gradients of the outermost module's output have arrived, and go no further before this returns."""
-        entry.grads = tuple(None if grad is None else grad.detach() for grad in grads)
         pairs = [(out, grad) for out, grad in zip(entry.outputs, grads, strict=True) if grad is not None]
         outputs, arrived = [out for out, _ in pairs], [grad.detach() for _, grad in pairs]
         if not self.at_losses:
@@ -113,6 +112,7 @@ class PartCheck:
                 self._seeded(outputs, arrived, dims, [entry.anchor])
         if entry.rerun is not None or not self.at_losses:
             self._run(outputs, arrived, [entry.anchor], Trial(entry.totals))
+        entry.grads = tuple(None if grad is None else grad.detach() for grad in grads)
 
     def compare(self, tap: Heard, grads: Sequence[Tensor]) -> None:
         """The gradients that arrived at a tap, beside those of the seeded passes; refused if records are not apart."""

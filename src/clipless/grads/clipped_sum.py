@@ -13,6 +13,7 @@ from clipless.errors import InvalidArgument
 from clipless.grads.engine import Engine
 from clipless.grads.layout import random_state_kept
 from clipless.grads.tuner import Tuner
+from clipless.grads.watch import StateWatch
 from clipless.partition import partition
 
 
@@ -30,7 +31,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: str | Clipping = "auto-s") -> ClippedSum:
     """The sum over the batch of each record's clipped gradient: no noise, no division, nothing private about it.
 
-    `loss_fn(model, batch)` returns one loss per record. The model is left as it was.
+    `loss_fn(model, batch)` returns one loss per record. The model is left as it was, also if it is refused.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> result = clipped_sum(model, lambda m, x: m(x)[:, 0], torch.tensor([[3.0, 4.0], [0.0, 0.5]]), "abadi")
@@ -47,14 +48,17 @@ def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: s
         return how.rule(norms, thresholds[groups].to(norms))
 
     engine = Engine(model, groups, factors, kept_norms.append, Tuner())
-    records = count_records(model, loss_fn, batch)
-    if records:
+    try:
         engine.tape.attach()
-        try:
+        watch = StateWatch(model)
+        watch.open(closely=True)
+        records = count_records(model, loss_fn, batch)
+        watch.refuse_pass(records)
+        if records:
             engine.open(records, scale=1.0)
             per_record_losses(loss_fn, model, batch, records).sum().backward()
-        finally:
-            engine.tape.detach()
+    finally:
+        engine.tape.detach()
     grads = {name: engine.sums.get(name, torch.zeros_like(p)) for name, p in engine.tape.parameters.items()}
     return ClippedSum(grads, kept_norms[0] if kept_norms else torch.zeros(len(groups), records))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from clipless.grads.buffers import Buffers
 from clipless.grads.entry import Entry
-from clipless.grads.frames import Part
+from clipless.grads.frames import Part, interrupted
 from clipless.grads.pieces import Piece, Share, add_all, combine, forget, formed, measured, sq_norms_of
 from clipless.grads.receiver import Receiver
 from clipless.grads.tape import Tape
@@ -37,18 +37,22 @@ class Engine:
         self.sums: dict[str, Tensor] = {}
         self.seen = 0
         self.tape = Tape(model, Receiver(self._take, self._finish))
-        self.tape.looks_at_data = len(groups) > 1
+        if len(groups) > 1:
+            self.tape.look_at_data()
+        self.tape.interrupted = self._reopen
         self._groups = groups
         self._factors = factors
         self._observe = observe
         self._tuner = tuner
         self._scale = 1.0
+        self._opened: tuple[int, float, bool, bool] = (0, 1.0, False, False)
         self._dtype = reduce(torch.promote_types, (p.dtype for p in self.tape.parameters.values()), torch.float32)
         self._device = next(iter(self.tape.parameters.values())).device
         self._buffers = Buffers()
         self._clips: list[Clip] = []
         self._ready: dict[int, float] = {}
         self._checked: list[Entry] = []
+        self._added = False
 
     def clear(self) -> None:
         """Forget the sums: a new logical batch begins."""
@@ -76,10 +80,11 @@ class Engine:
 
     def open(self, records: int, scale: float, averaged: bool = False, check: bool = False) -> None:
         """The next forward and backward pass is on so many records; `check` asks that it be checked."""
-        self._scale = scale
+        self._scale, self._opened = scale, (records, scale, averaged, check)
         self._tuner.begin()
         self._clips = [Clip(set(members)) for members in self._groups.members]
         self._ready = {}
+        self._added = False
         self.tape.open(Part(records, due=check and records > 0, averaged=averaged))
 
     def backward(self, losses: Tensor) -> None:
@@ -90,6 +95,14 @@ class Engine:
             if part.check is not None:
                 part.check.seed_losses(losses)
         losses.backward(torch.ones_like(losses))
+
+    def _reopen(self) -> None:
+        """Begin the part anew after a backward pass that was interrupted, if nothing of it is mixed with other parts."""
+        if self._added and self.seen:
+            raise interrupted(again=True)
+        if self._added:
+            self.sums = {}
+        self.open(*self._opened)
 
     def _take(self, part: Part, name: str, uses: list[Piece]) -> None:
         """All pieces of a parameter are there. Groups with all their parameters are clipped soon."""
@@ -140,6 +153,7 @@ class Engine:
         """Add each group's pieces, their records times their factors, and nothing of records whose norm is infinite."""
         if not any(held):
             return
+        self._added = True
         factors = self._factors(norms, groups) * self._scale
         finite = norms.isfinite()
         everyone = bool(finite.all())

@@ -1,5 +1,6 @@
 """One call of the outermost module, and how it is run again under the circumstances that it had."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Rerun:
         args, kwargs = _copied(self.inputs if inputs is None else inputs)
         device, enabled, dtype = self.autocast
         with (
+            warnings.catch_warnings(action="ignore"),
             random_state_restored(self.random_state, self.generators),
             _modes([(part, mode and not evaluate) for part, mode in self.modes]),
             torch.autocast(device, dtype=dtype, enabled=enabled),

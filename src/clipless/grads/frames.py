@@ -1,14 +1,17 @@
 """What the tape writes down while modules run, and how it puts everything back."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
 from clipless.grads.checks import PartCheck
 from clipless.grads.layout import Dims, Place, Shapes, packed_in, shapes_of, written
+from clipless.grads.outputs import hides_tensors
 from clipless.grads.pieces import Piece
 from clipless.grads.takeover import Takeover
 
@@ -36,16 +39,19 @@ class Part:
     tapped: int = 0
     broken: Tensor | None = None
     begun: bool = False
+    task: int = -1
     done: bool = False
 
 
 @dataclass
 class Frame:
-    """A module whose forward is running, and which of its parameters the tape has turned off for that time."""
+    """A module whose forward is running, and which of its parameters the tape has turned off for that time. With a
+    `stand_in` it is the outermost one, and an empty batch's input was replaced."""
 
     module: nn.Module
     place: Place
     armed: bool
+    stand_in: bool = False
     turned_off: list[nn.Parameter] = field(default_factory=list)
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
     takeover: Takeover | None = None
@@ -88,6 +94,11 @@ def put_back(frame: Frame) -> None:
         holder._parameters[local] = parameter
 
 
+def unseen_by_checkpoints() -> AbstractContextManager[Any]:
+    """Inside, what autograd saves is not counted by a checkpoint around the model."""
+    return saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
+
+
 def by_size(shapes: Shapes, size: int) -> Dims:
     return tuple(shape.index(size) if size in shape else None for shape in shapes)
 
@@ -111,6 +122,14 @@ def refuse_packed(name: str, values: Any) -> None:
         )
 
 
+def refuse_hidden(name: str, output: Any) -> None:
+    if hides_tensors(output):
+        raise UnsupportedModule(
+            f"module {name!r} returns an object in which no tensor can be seen, so its gradient would be lost. Return a "
+            "tensor, or tensors in a tuple, a list, a dictionary or a dataclass."
+        )
+
+
 def shared_input(place: Place, shapes: Shapes, records: int) -> CliplessError:
     got = ", ".join(written(shape, records) for shape in shapes) or "no tensor"
     return UnsupportedModule(
@@ -129,6 +148,15 @@ def left_the_model(name: str) -> CliplessError:
     )
 
 
+def in_place(owner: str, name: str) -> CliplessError:
+    """What to say where a module was given up and cannot be taken as a whole."""
+    return UnsupportedModule(
+        f"module {owner!r} uses its parameters in the in-place operation {name!r}, whose gradient cannot be told apart by "
+        "record. Compute a new tensor instead (torch.where, torch.cat, torch.stack, or the operation without the trailing "
+        "underscore)."
+    )
+
+
 def draws_at_random(name: str) -> CliplessError:
     return UnsupportedModule(
         f"module {name!r} has parameters of its own and draws random numbers (dropout) in its forward, so its gradient per "
@@ -140,6 +168,18 @@ def not_its_own(parameter: str, module: nn.Module) -> CliplessError:
     return UnsupportedModule(
         f"parameter {parameter!r} is not one that {type(module).__name__} computes with in its own forward. For weight norm "
         "and the like use torch.nn.utils.parametrizations."
+    )
+
+
+def interrupted(again: bool) -> CliplessError:
+    """Of a backward pass that an exception ended; `again` if the forward pass was repeated after it."""
+    if again:
+        return Misuse(
+            "backward() on a micro-batch was interrupted after a part of it had been added to the others: start again from "
+            "the last checkpoint, with smaller micro-batches."
+        )
+    return Misuse(
+        "backward() was interrupted by an exception: run the model on the same batch once more, then call backward()."
     )
 
 
@@ -163,14 +203,3 @@ def modes_changed() -> CliplessError:
         "train() or eval() was called between the forward pass and its backward(), so what is computed again for the "
         "gradients of single records would not be the same. Call backward() first."
     )
-
-
-def model_changed(name: str) -> CliplessError:
-    return Misuse(
-        f"module {name!r} got another child or parameter after make_private, which clipless does not watch: build the model "
-        "first, then call make_private, or detach() and attach anew."
-    )
-
-
-def became_trainable(name: str) -> CliplessError:
-    return Misuse(f"parameter {name!r} became trainable after make_private: freeze it, or attach anew.")

@@ -6,7 +6,7 @@ records, of which nothing is kept and which leave the random state as it was: wh
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations, count
 from typing import Any, NamedTuple
@@ -27,12 +27,14 @@ OPERATION = ("operand", "result")
 
 
 class Place(NamedTuple):
-    """Inputs or outputs of one call of a module in a forward pass, or operands or results of an operation in it."""
+    """Inputs or outputs of one call of a module in a forward pass, or operands or results of an operation with its
+    parameters: then `call` and `operation` count in the module `inside` which that happens."""
 
     name: str
     call: int
     side: str = "input"
     operation: int = 0
+    inside: str = ""
 
     def output(self) -> "Place":
         """The outputs of the same call."""
@@ -52,6 +54,7 @@ class Layout:
         self._passes: list[dict[Place, Shapes]] = []
         self._sizes: list[int] = []
         self._dims: dict[Place, Dims] = {}
+        self._given_up: set[str] = set()
 
     def forget(self) -> None:
         self.drop()
@@ -65,11 +68,15 @@ class Layout:
         """Remember the shapes that the present pass sees."""
         self._passes[-1][place] = shapes
 
+    def give_up(self, name: str) -> None:
+        """An operation of this module in the present pass cannot be tapped."""
+        self._given_up.add(name)
+
     def settle(self) -> set[str]:
-        """Compare the two passes. Returns the modules whose operations were not the same in both."""
-        (one, other), sizes = self._passes, tuple(self._sizes)
+        """Compare the two passes. Returns the modules whose operations were not the same in both, or were given up."""
+        (one, other), sizes, given_up = self._passes, tuple(self._sizes), self._given_up
         self.drop()
-        unstable = {place.name for place in one.keys() ^ other.keys() if place.side in OPERATION}
+        unstable = given_up | {place.name for place in one.keys() ^ other.keys() if place.side in OPERATION}
         for place in one.keys() & other.keys():
             if len(one[place]) == len(other[place]):
                 pairs = zip(one[place], other[place], strict=True)
@@ -82,7 +89,7 @@ class Layout:
 
     def drop(self) -> None:
         """Forget passes, finished or not."""
-        self._passes, self._sizes = [], []
+        self._passes, self._sizes, self._given_up = [], [], set()
 
     def without_records(self) -> set[str]:
         """The modules of which some call had no input that carries records."""
@@ -96,9 +103,9 @@ class Layout:
         """Whether the place was met, with as many tensors: else sizes alone say where the records may lie."""
         return len(self._known(place) or ()) == len(shapes)
 
-    def learn(self, place: Place, dims: Dims) -> None:
-        """Records lie along these dimensions there."""
-        self._dims[place] = dims
+    def learn(self, place: Place, dims: Dims, out_dims: Dims) -> None:
+        """Records lie along these dimensions of a call's inputs and outputs."""
+        self._dims[place], self._dims[place.output()] = dims, out_dims
 
     def _known(self, place: Place) -> Dims | None:
         return self._dims[place] if place in self._dims else self._dims.get(place.first())
@@ -138,17 +145,40 @@ def _changed_dim(one: torch.Size, other: torch.Size, sizes: tuple[int, ...]) -> 
 
 
 def signature(module: nn.Module, values: Any) -> object:
-    """In which way a module is called: another structure of inputs may lead to another layout."""
+    """In which way a module is called: another structure of inputs may lead to another layout, and so may a mask that
+    leaves something out where another does not."""
     leaves, spec = pytree.tree_flatten(values)
     ranks = tuple(leaf.dim() if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves)
-    return id(module), module.training, str(spec), ranks
+    masks = tuple(_extremes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    return id(module), module.training, str(spec), ranks, masks
 
 
-def telling_sizes(values: Any, module: nn.Module, records: int) -> tuple[int, int]:
+def _extremes(tensor: Tensor) -> tuple[int, int] | None:
+    """The smallest and the largest number of a mask, that is of zeros and ones; None for another tensor."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() == 0:
+        return None
+    least, most = (int(number) for number in tensor.aminmax())
+    return (least, most) if least >= 0 and most <= 1 else None
+
+
+def telling_records(values: Any, reading: Reading) -> list[int]:
+    """Records that a probe must have to run as the batch does: of every mask one with a zero and one with a one."""
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    found: list[int] = []
+    for k, dim in reading.items():
+        if _extremes(tensors[k]) == (0, 1):
+            rows = tensors[k].movedim(dim, 0).reshape(tensors[k].shape[dim], -1).bool()
+            for has in (~rows.all(1), rows.any(1)):
+                if not bool(has[found].any()):
+                    found.append(int(has.int().argmax()))
+    return sorted(found)
+
+
+def telling_sizes(values: Any, module: nn.Module, records: int, least: int = 2) -> tuple[int, int]:
     """Two small numbers of records that are no other size around: not in the inputs, not of a parameter."""
     taken = {size for shape in shapes_of(values) for size in shape if size != records or shape.count(size) > 1}
     taken |= {size for parameter in module.parameters() for size in parameter.shape}
-    free = (number for number in count(2) if number not in taken)
+    free = (number for number in count(max(least, 2)) if number not in taken)
     return next(free), next(free)
 
 
@@ -216,20 +246,49 @@ def readings(values: Any, records: int) -> Iterator[Reading]:
             yield {k: found[k] for k in chosen}
 
 
-def resized(values: Any, reading: Reading, target: int) -> Any:
-    """The structure with its records cut or repeated to `target`, in the same order; of no records zeros are made."""
+def resized(values: Any, reading: Reading, target: int, needed: Sequence[int] = ()) -> Any:
+    """The structure with its records cut or repeated to `target`, in the same order, the `needed` ones among them."""
+
+    def resize(tensor: Tensor, dim: int) -> Tensor:
+        rows = _chosen(tensor.shape[dim], target, needed)
+        return tensor.index_select(dim, torch.tensor(rows, dtype=torch.long, device=tensor.device))
+
+    return with_records(values, reading, resize)
+
+
+def _chosen(records: int, target: int, needed: Sequence[int]) -> list[int]:
+    """
+    >>> _chosen(6, 3, []), _chosen(6, 3, [3, 5]), _chosen(2, 3, [1])
+    ([0, 2, 4], [0, 3, 5], [0, 0, 1])
+    """
+    even = [k * records // target for k in range(target)]
+    missing = [row for row in needed if row not in even]
+    spare = [row for row in even if row not in needed]
+    return sorted([row for row in even if row in needed] + missing + spare[: max(len(spare) - len(missing), 0)])
+
+
+def with_records(values: Any, reading: Reading, change: Callable[[Tensor, int], Tensor]) -> Any:
+    """The structure with `change(tensor, dim)` in place of the tensors that carry records."""
     numbers = count()
 
-    def resize(leaf: Any) -> Any:
+    def changed(leaf: Any) -> Any:
         dim = reading.get(next(numbers)) if isinstance(leaf, Tensor) else None
-        if dim is None:
-            return leaf
-        records = leaf.shape[dim]
-        if records == 0:
-            return leaf.new_zeros(*leaf.shape[:dim], target, *leaf.shape[dim + 1 :])
-        return leaf.index_select(dim, torch.arange(target, device=leaf.device) * records // target)
+        return leaf if dim is None else change(leaf, dim)
 
-    return pytree.tree_map(resize, values)
+    return pytree.tree_map(changed, values)
+
+
+def broken_records(tensor: Tensor, dim: int | None, records: int, masks: bool) -> Tensor | None:
+    """The records with data that are not finite, [b], None if there are none or these are no data; -inf counts as finite
+    among `masks`."""
+    data = tensor.is_floating_point() and not tensor.requires_grad and tensor.numel() > 0
+    if not data or dim is None or tensor.shape[dim] != records:
+        return None
+    rows = tensor.movedim(dim, 0).reshape(records, -1)
+    if bool(torch.linalg.vector_norm(rows, dim=1).isfinite().all()):
+        return None  # as always; the largest number, which takes longer, does not overflow
+    largest = rows.amax(1) if masks else torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
+    return ~(largest < torch.inf)
 
 
 def selected(values: Any, reading: Reading, rows: Tensor) -> Any:

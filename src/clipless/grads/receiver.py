@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from clipless.errors import CliplessError, Misuse
 from clipless.grads.checks import ROOT, Trial, gradients_set_aside, leaves_of
 from clipless.grads.entry import Entry
-from clipless.grads.frames import Part, modes_changed, not_its_own, rounded_mean, used_again
+from clipless.grads.frames import Part, interrupted, modes_changed, not_its_own, rounded_mean, used_again
 from clipless.grads.layout import Dims
 from clipless.grads.pieces import Piece
 from clipless.grads.rules import LayerRule, Use
@@ -94,6 +94,7 @@ class Receiver:
             if apart:
                 self.trial.hear(root, arrived)
             return
+        self.begin(part)
         if part.check.at_losses and apart:
             part.check.compare(root, arrived)
         part.check.at_output(entry, grads)
@@ -167,11 +168,10 @@ class Receiver:
         part = self._refuse_other(call.part)
         if not part.begun and part.modes and part.modes != [module.training for module in self.modules]:
             raise modes_changed()
-        if self.trial is not None:
-            return part
-        if not part.begun:
-            part.begun = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+        if self.trial is None:
+            self.begin(part)
+            if part.task != torch._C._current_graph_task_id() and not part.late:
+                raise interrupted(again=False)
         return part
 
     def _refuse_other(self, origin: object) -> Part:
@@ -190,11 +190,17 @@ class Receiver:
             )
         return part
 
+    def begin(self, part: Part) -> None:
+        """A backward pass is running, the outermost one if there are several: its end completes the part."""
+        if not part.begun:
+            part.begun, part.task = True, torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+
     def _complete(self) -> None:
         part = self.part
         if part is None or part.done:
             return
-        part.done = True
         for name in list(part.pieces):
             self._hand_on(part, name)
         self._on_complete(part)
+        part.done = True

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from clipless.errors import UnsupportedModule
+from clipless.errors import Misuse, UnsupportedModule
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,18 @@ def _hides_its_dropout(module: nn.RNNBase) -> bool:
     return hidden and any(parameter.requires_grad for parameter in module.parameters())
 
 
+def _always(module: nn.Module) -> bool:
+    return True
+
+
 REFUSALS = (
+    Refusal(
+        "ScriptModule, scripted or traced",
+        (torch.jit.ScriptModule,),
+        _always,
+        "is compiled by TorchScript, which runs where no hook can see it",
+        "Use the module that it was made from",
+    ),
     Refusal(
         "BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm in training mode or without running statistics",
         (_BatchNorm,),
@@ -86,6 +99,25 @@ REFUSALS = (
 
 # Most modules are of none of these kinds.
 _SUSPECTS = tuple(kind for refusal in REFUSALS for kind in refusal.kinds)
+
+
+def refuse_compiled(module: nn.Module, name: str) -> None:
+    """Raise if the module was compiled by torch.compile, or by its own `compile`."""
+    wrapped = type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+    if wrapped or module._compiled_call_impl is not None:
+        raise UnsupportedModule(f"{name!r} is compiled by torch.compile, which {_NO_HOOKS}")
+
+
+_NO_HOOKS = (
+    "leaves out the hooks that tell the gradients of single records apart. Train the model it was made from "
+    "(model._orig_mod of torch.compile(model)); to evaluate, compile a copy (copy.deepcopy(model))."
+)
+
+
+def refuse_compiled_pass() -> None:
+    """Raise if torch.compile runs what calls this. Where it only looks at the code, raising makes it leave that alone."""
+    if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+        raise Misuse(f"the model is run by torch.compile, which {_NO_HOOKS}")
 
 
 def refuse_module(module: nn.Module, name: str) -> None:

@@ -23,6 +23,7 @@ from clipless.grads.pieces import Instantiated, OuterProducts, Piece, Scattered
 from clipless.grads.rules.generic import differentiable
 from clipless.grads.rules.linear import positions
 from clipless.grads.rules.use import at_least_float32
+from clipless.grads.writes import WRITES
 
 Function = Callable[..., Any]
 
@@ -37,15 +38,18 @@ class Root:
 
 
 class Operations:
-    """What the tape provides: where the records lie in an operation's tensors, and where pieces go."""
+    """What the tape provides: where the records lie in an operation's tensors, and where pieces go. `give_up` is told of a
+    module that cannot be taken operation by operation, and returns only if it may still be taken as a whole."""
 
     def __init__(
         self,
         locate: Callable[[str, list[Any], list[Tensor]], tuple[Dims, Dims]],
         wrap: Callable[["Crossing", list[Tensor]], tuple[Tensor, ...]],
+        give_up: Callable[[str, str], None],
     ) -> None:
         self.locate = locate
         self.wrap = wrap
+        self.give_up = give_up
 
 
 class Shared(Tensor):
@@ -63,12 +67,14 @@ class Shared(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is nn.functional.multi_head_attention_forward:
-            return multi_head_attention(*args, **(kwargs or {}))
-        if func in _ELEMENTWISE_IN_PLACE and not isinstance(args[0], Shared):
-            spread = [x.expand(*args[0].shape) if isinstance(x, Shared) else x for x in args[1:]]
-            return func(args[0], *spread, **(kwargs or {}))
-        return _operation(func, args, kwargs or {})
+            return multi_head_attention(*args, **kwargs)
+        if func in _CASTS and isinstance(args[0], Shared):
+            args, kwargs = _cast(args, kwargs)
+        if torch.is_grad_enabled() and _in_place(func, kwargs):
+            return _write(func, args, kwargs)
+        return _operation(func, args, kwargs)
 
 
 def root(name: str, owner: str, parameter: Tensor, operations: Operations) -> Shared:
@@ -77,8 +83,40 @@ def root(name: str, owner: str, parameter: Tensor, operations: Operations) -> Sh
     return Shared.of(leaf.value, (leaf,), operations)
 
 
-# `x += shared` comes as `x.add_(shared)`: the shared tensor is first spread over the records, which is tapped.
-_ELEMENTWISE_IN_PLACE = {Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_}
+_CASTS = {Tensor.to, Tensor.type_as}
+
+
+def _cast(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """`to(x)` and `type_as(x)` look at x's type and device, not at its records."""
+    looks = [x for x in args[1:] if isinstance(x, Tensor)]
+    if not looks:
+        return args, kwargs
+    rest = tuple(x for x in args[1:] if not isinstance(x, Tensor))
+    return (args[0], looks[0].device, looks[0].dtype, *rest), kwargs
+
+
+def _in_place(func: Function, kwargs: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+
+
+def _write(func: Function, args: Any, kwargs: Any) -> Any:
+    """Write shared tensors into one with records: they are spread over these, which is tapped, and written as they are.
+
+    A target without records would have to become shared, and so would all that look at its memory: given up.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    shared = next(leaf for leaf in leaves if isinstance(leaf, Shared))
+    owner, target = shared.roots[0].owner, args[0]
+    learns = isinstance(target, Shared) or not isinstance(target, Tensor) or target.is_floating_point()
+    if learns and func in WRITES and not isinstance(target, Shared):
+        (dim,), _ = shared.operations.locate(owner, [target], [target])
+        if dim is not None:
+            return WRITES[func](target, dim, *args[1:], **kwargs)
+    if learns:
+        shared.operations.give_up(owner, getattr(func, "__name__", ""))
+    with torch._C.DisableTorchFunctionSubclass():
+        return _run(func, [leaf.value.detach().clone() if isinstance(leaf, Shared) else leaf for leaf in leaves], spec)
 
 
 def _operation(func: Function, args: Any, kwargs: Any) -> Any:
@@ -90,8 +128,6 @@ def _operation(func: Function, args: Any, kwargs: Any) -> Any:
     sizes = [leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)]
     owner = shared[0].roots[0].owner
     with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled():
-            _refuse_in_place(func, owner)
         result = _run(func, [leaf.value.detach() if isinstance(leaf, Shared) else leaf for leaf in leaves], spec)
         outputs = differentiable(result)
         if not outputs or not torch.is_grad_enabled():
@@ -117,15 +153,6 @@ def _replaced(result: Any, change: Callable[[list[Tensor]], tuple[Tensor, ...]])
     changed = iter(change(differentiable(result)))
     floating = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
     return pytree.tree_unflatten([next(changed) if f else leaf for leaf, f in zip(leaves, floating, strict=True)], spec)
-
-
-def _refuse_in_place(func: Function, owner: str) -> None:
-    name = getattr(func, "__name__", "")
-    if name.endswith("_") and not name.endswith("__"):
-        raise UnsupportedModule(
-            f"module {owner!r} uses its parameters in the in-place operation {name!r}, whose gradient cannot be told apart "
-            f"by record. Use {name.rstrip('_')!r} and keep its result."
-        )
 
 
 def refuse_mixing(owner: str, operands: list[Any], dims: Dims, out_dims: Dims) -> None:
@@ -254,7 +281,8 @@ def _embedding(crossing: Crossing, tensors: list[Tensor], grad_output: Tensor) -
     if len(crossing.shared) != 1 or len(args) > 2 or not plain_lookup:
         return None
     indices = args[0].flatten(1) if args[0].dim() > 1 else args[0].unsqueeze(1)
-    return [Scattered(indices, grad_output.reshape(*indices.shape, -1), len(crossing.shared[0].value))]
+    size, width = crossing.shared[0].value.shape
+    return [Scattered(indices, grad_output.reshape(*indices.shape, width), size)]
 
 
 def _spread(crossing: Crossing, tensors: list[Tensor], grad_output: Tensor) -> list[Piece] | None:

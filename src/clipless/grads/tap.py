@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from clipless.errors import UnsupportedModule
+from clipless.errors import Misuse, UnsupportedModule
 from clipless.grads.entry import Entry
 from clipless.grads.layout import Dims, Shapes
+from clipless.grads.refusals import refuse_compiled_pass
 
 
 @dataclass
@@ -104,6 +105,10 @@ class Root(torch.autograd.Function):
         return (None, *grads)
 
 
+class Unscriptable(Misuse, AttributeError):
+    """A hook has no name that TorchScript could call it by."""
+
+
 class Hook:
     """A hook that stays behind when its model is copied or pickled: the copy is a plain model."""
 
@@ -111,7 +116,14 @@ class Hook:
         self.function = function
 
     def __call__(self, *args: Any) -> Any:
+        refuse_compiled_pass()
         return self.function(*args)
+
+    @property
+    def __name__(self) -> str:
+        raise Unscriptable(
+            "torch.jit.script of a private model: its hooks cannot be compiled. Script a copy (copy.deepcopy(model))."
+        )
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _no_hook

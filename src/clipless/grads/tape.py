@@ -7,62 +7,60 @@ it runs, and the tap is on the operations that these meet the records in.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from clipless.errors import UnsupportedModule
-from clipless.grads.entry import Entry
+from clipless.grads.empty import StandIns
 from clipless.grads.frames import (
     Frame,
     Part,
-    became_trainable,
     by_size,
     draws_at_random,
     idle,
+    in_place,
     left_the_model,
-    model_changed,
     own_parameters,
     put_back,
     refuse_foreign_rows,
     refuse_packed,
-    shared_input,
     turn_off,
+    unseen_by_checkpoints,
 )
 from clipless.grads.layout import (
     Dims,
     Place,
     Reading,
     Shapes,
-    plain_tensors,
     random_state,
     random_state_kept,
     readings,
     resized,
     shapes_of,
     signature,
+    telling_records,
     telling_sizes,
 )
+from clipless.grads.outputs import closed, opened
 from clipless.grads.receiver import Receiver
-from clipless.grads.refusals import refuse_module
+from clipless.grads.refusals import refuse_compiled, refuse_module
 from clipless.grads.rules import generic, rule_of
-from clipless.grads.rules.generic import differentiable
 from clipless.grads.self_check import SelfCheck, note_step
 from clipless.grads.shared import Crossing, Operations, Shared, refuse_mixing, root
 from clipless.grads.takeover import take_over
-from clipless.grads.tap import Call, Hook, Tap, flattened, refuse_stray
-from clipless.grads.watch import StateWatch
+from clipless.grads.tap import Hook, refuse_stray
+from clipless.grads.taps import Taps, placed
+from clipless.grads.watch import StateWatch, StructureWatch
 from clipless.grads.ways import Ways
 
 
 class Tape:
     """Hooks on a model that make the receiver get the gradients at every module, for the open part.
 
-    `open(part)` before the forward pass. If it `looks_at_data`, the part is told which records' data are not finite.
+    `open(part)` before the forward pass. `interrupted` is called where a forward pass follows a backward pass that was not
+    finished.
     """
 
     def __init__(self, model: nn.Module, receiver: Receiver) -> None:
@@ -72,25 +70,24 @@ class Tape:
         self._names = {module: name or "(model)" for name, module in model.named_modules()}
         self._own = self._owned_parameters(model)
         receiver.parameters, receiver.modules = self.parameters, list(self._names)
-        self._contents: list[tuple[nn.Module, list[int]]] = []
-        self._frozen: dict[str, nn.Parameter] = {}
-        self._model = model
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._entry: Entry | None = None
+        self._taps = Taps(receiver, self._own)
         self.self_check = SelfCheck(receiver, self._names)
         self._ways = Ways(self.rules)
         self._learned: dict[object, Ways] = {}
-        self._watch = StateWatch(model)
+        self._structure, self._watch = StructureWatch(model), StateWatch(model)
         self._frames: list[Frame] = []
         self._calls: dict[str, int] = {}
-        self._operation_counts: dict[tuple[str, int], int] = {}
+        self._operation_counts: dict[tuple[str, str, int], int] = {}
+        self._entered: tuple[Part | None, nn.Module | None] = None, None
+        self._stand_ins = StandIns(receiver)
         self._probed = 0
-        self.looks_at_data = False
-        self._operations = Operations(self._locate, self._wrap)
+        self.interrupted: Callable[[], None] = lambda: None
+        self._operations = Operations(self._locate, self._wrap, self._give_up)
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         for module in self._names:
+            refuse_compiled(module, self._names[module])
             refuse_module(module, self._names[module])
         for module in self._names:
             if idle(module):
@@ -101,8 +98,7 @@ class Tape:
             ]
         for name, parameter in self.parameters.items():
             self._handles.append(parameter.register_hook(refuse_stray(name, self.receiver.busy)))
-        self._contents = [(module, contents_of(module)) for module in self._names]
-        self._frozen = {name: p for name, p in self._model.named_parameters() if name not in self.parameters}
+        self._structure.open()
 
     def detach(self) -> None:
         self.restore()
@@ -119,9 +115,9 @@ class Tape:
         """Whether every hook is still where the tape put it."""
         return bool(self._handles) and all(h.id in (h.hooks_dict_ref() or ()) for h in self._handles)
 
-    def restore(self) -> None:
-        """Put back what an interrupted forward pass has left turned off or replaced."""
-        while self._frames:
+    def restore(self, depth: int = 0) -> None:
+        """Put back what an interrupted forward pass has left turned off or replaced, in all frames but the first few."""
+        while len(self._frames) > depth:
             put_back(self._frames.pop())
 
     def open(self, part: Part | None) -> None:
@@ -136,6 +132,10 @@ class Tape:
     def refuse_changes(self) -> None:
         """Raise if anything was written into the model while the batch was open."""
         self._watch.refuse_step()
+
+    def look_at_data(self) -> None:
+        """From now on parts are told which records' data are not finite."""
+        self._taps.looks_at_data = True
 
     @property
     def part(self) -> Part | None:
@@ -169,11 +169,13 @@ class Tape:
         refuse_module(module, self._names[module])
         armed = torch.is_grad_enabled()
         recomputing = torch._C._current_graph_task_id() != -1
-        entry = armed and not recomputing and not any(frame.armed for frame in self._frames)
+        outermost = armed and not any(frame.armed for frame in self._frames)
         changed = None
-        if entry and self.part is not None:
+        if outermost and self.part is not None and not (recomputing and self._entered[0] is self.part):
             changed = args, kwargs = self._begin_forward(module, args, kwargs, self.part)
-        frame = Frame(module, self._place(self._names[module]), armed)
+        elif outermost and self.part is not None and self.part.records == 0 and self._entered[1] is module:
+            changed = args, kwargs = self._stand_ins.given(module, (args, kwargs))
+        frame = Frame(module, self._place(self._names[module]), armed, stand_in=changed is not None)
         self._frames.append(frame)
         if armed:
             self._arm(frame, args, kwargs)
@@ -182,11 +184,16 @@ class Tape:
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, part: Part) -> tuple[Any, Any]:
         """At the outermost module: learn the layout, once for each way in which it is called, and give an empty batch a row
         that no sum will ever see."""
+        if torch._C._current_graph_task_id() == -1 and part.begun and not part.done:
+            self.interrupted()
+            assert self.part is not None
+            part = self.part
+        self._entered = part, module
         refuse_foreign_rows((args, kwargs), part.records)
         refuse_packed(self._names[module], (args, kwargs))
-        self._refuse_changed_model()
+        self._structure.refuse_changes()
         if part.records == 0:
-            args, kwargs = resized((args, kwargs), next(readings((args, kwargs), 0), {}), 1)
+            args, kwargs = self._stand_ins.given(module, (args, kwargs))
         else:
             self._ways = self._learned.setdefault(signature(module, (args, kwargs)), Ways(self.rules))
             if not self._ways.learned:
@@ -194,22 +201,17 @@ class Tape:
                 self._watch.refuse_pass(part.records)
         self._calls, self._operation_counts = {}, {}
         part.modes = [module.training for module in self._names]
-        self._entry = self.self_check.begin(module, self._names[module], (args, kwargs), part, self._ways.reading)
+        self._taps.entry = self.self_check.begin(module, self._names[module], (args, kwargs), part, self._ways.reading)
         return args, kwargs
 
-    def _refuse_changed_model(self) -> None:
-        for module, contents in self._contents:
-            if contents_of(module) != contents:
-                raise model_changed(self._names[module])
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise became_trainable(name)
-
     def _learn(self, module: nn.Module, inputs: tuple[Any, Any], records: int) -> None:
-        def run(reading: Reading, size: int) -> None:
-            self._probe(module, resized(inputs, reading, size), size)
+        found = list(readings(inputs, records))
+        needed = telling_records(inputs, found[0]) if found else []
 
-        if not self._ways.learn(run, readings(inputs, records), telling_sizes(inputs, module, records)):
+        def run(reading: Reading, size: int) -> None:
+            self._probe(module, resized(inputs, reading, size, needed), size)
+
+        if not self._ways.learn(run, found, telling_sizes(inputs, module, records, len(needed))):
             self._probe(module, inputs, records)  # shows the model's own error, if that was the trouble
             raise self._ways.refusal()
 
@@ -219,13 +221,11 @@ class Tape:
         depth, self._calls, self._operation_counts, self._probed = len(self._frames), {}, {}, size
         self._ways.layout.begin_pass(size)
         try:
-            with random_state_kept(module):
+            with random_state_kept(module), unseen_by_checkpoints():
                 module(*some_args, **some_kwargs)
         finally:
             self._probed = 0
-            for frame in self._frames[depth:]:
-                put_back(frame)
-            del self._frames[depth:]
+            self.restore(depth)
 
     def _arm(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = self._own.get(frame.module)
@@ -239,7 +239,7 @@ class Tape:
         if records:
             shapes = shapes_of((args, kwargs))
             self._note(frame.place, shapes)
-            frame.dims = self._placed(frame.place, shapes, records, any)
+            frame.dims = placed(self._ways, frame.place, shapes, records, any)
             frame.unsure = not self._ways.layout.sure(frame.place, shapes)
             if self.rules[frame.place.name] is generic:
                 frame.random_state = random_state(frame.module)
@@ -248,8 +248,8 @@ class Tape:
             frame.takeover = take_over(frame.module)
 
     def _note(self, place: Place, shapes: Shapes) -> None:
-        if self._entry is not None and torch._C._current_graph_task_id() == -1:
-            note_step(self._entry, place, shapes)
+        if self._taps.entry is not None and torch._C._current_graph_task_id() == -1:
+            note_step(self._taps.entry, place, shapes)
 
     def _share(self, frame: Frame) -> None:
         """Replace the parameters that the module uses itself by shared tensors while it runs."""
@@ -262,9 +262,10 @@ class Tape:
 
     def _locate(self, owner: str, operands: list[Any], results: list[Tensor]) -> tuple[Dims, Dims]:
         """Where the records lie in the operands, tensors and sizes, and in the results of an operation."""
-        call = self._calls.get(owner, 0)
-        self._operation_counts[owner, call] = self._operation_counts.get((owner, call), 0) + 1
-        place = Place(owner, call, "operand", self._operation_counts[owner, call])
+        inside = self._frames[-1].place if self._frames else Place("", 0)
+        key = (owner, inside.name, inside.call)
+        self._operation_counts[key] = self._operation_counts.get(key, 0) + 1
+        place = Place(owner, inside.call, "operand", self._operation_counts[key], inside.name)
         shapes = tuple(x.shape if isinstance(x, Tensor) else torch.Size([max(x, 0)]) for x in operands)
         places = {place: shapes, place._replace(side="result"): tuple(result.shape for result in results)}
         if self._probed:
@@ -279,133 +280,49 @@ class Tape:
             refuse_mixing(owner, operands, *found)
         return found[0], found[1]
 
-    def _wrap(self, crossing: Crossing, outputs: list[Tensor]) -> tuple[Tensor, ...]:
-        if self._probed:
-            return tuple(outputs)
-        crossing.part, crossing.entry, crossing.receive = self.part, self._entry, self.receiver.crossing
-        self._count(root.name for shared in crossing.shared for root in shared.roots)
-        return Tap.apply(self._hold(), crossing, *outputs)  # type: ignore[no-untyped-call]
-
-    def _hold(self) -> Tensor:
-        """The leaf that taps hang on: that of the forward pass, or a common one for what is computed again."""
-        return self._anchor if self._entry is None else self._entry.anchor
-
-    def _placed(self, place: Place, shapes: Shapes, records: int, enough: Callable[[Iterable[bool]], bool]) -> Dims:
-        """Where the records lie in each of the tensors; refused if that is not enough to tell records apart."""
-        try:
-            dims = self._ways.layout.dims(place, shapes, records)
-            if not enough(dim is not None for dim in dims):
-                raise shared_input(place, shapes, records)
-        except UnsupportedModule:
+    def _give_up(self, owner: str, operation: str) -> None:
+        """The module cannot be taken operation by operation: found in a probe, it is taken as a whole."""
+        if not self._probed:
             self._ways.forget()
-            raise
-        return dims
+            raise in_place(owner, operation)
+        self._ways.layout.give_up(owner)
+
+    def _wrap(self, crossing: Crossing, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(outputs) if self._probed else self._taps.crossing(crossing, outputs)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self.receiver.busy.now or not self._frames or self._frames[-1].module is not module:
             return None
         frame = self._frames.pop()
         put_back(frame)
+        output = opened(output)
         if self._probed:
             self._ways.layout.note(frame.place.output(), shapes_of(output, floating=True))
             return None
         if not frame.armed or output is None:
             return None
         if frame.turned_off:
-            self._refuse_randomness(frame)
-            output = self._tap(frame, args, kwargs, output)
+            if frame.random_state and frame.random_state != random_state(module):
+                raise draws_at_random(frame.place.name)  # the generic rule computes it again, which must give the same
+            output = self._taps.on(frame, self._ways, args, kwargs, output)
         if not any(frame.armed for frame in self._frames):
             output = self._end_forward(frame, output)
-        return output
+        return closed(output)
 
     def _end_forward(self, frame: Frame, output: Any) -> Any:
         """At the outermost module: nothing was written into the model, an empty batch's row is cut off, and the output of a
         checked pass is tapped."""
-        entry, part, self._entry = self._entry, self.part, None
-        if part is None or entry is None:
+        entry, part, self._taps.entry = self._taps.entry, self.part, None
+        if part is None:
             return output
         self._watch.refuse_pass(part.records)
-        if part.records == 0:
+        if part.records == 0 and frame.stand_in:
             return resized(output, {k: 0 for k, shape in enumerate(shapes_of(output)) if shape[:1] == (1,)}, 0)
-        if not self.self_check.wanted(entry, part):
+        if part.records == 0 or entry is None or not self.self_check.wanted(entry, part):
             return output
         dims = self._ways.layout.output_dims(frame.place.output(), shapes_of(output, floating=True), part.records)
         return self.self_check.end(entry, part, output, dims)
 
-    def _tap(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self.rules[frame.place.name] is generic:
-            refuse_packed(frame.place.name, (args, kwargs, output))
-        if self.part is not None and self.part.records > 0:
-            shapes = shapes_of(output, floating=True)
-            frame.out_dims = self._placed(frame.place.output(), shapes, self.part.records, all)
-            frame.unsure |= not self._ways.layout.sure(frame.place.output(), shapes)
-            if self.looks_at_data:
-                self._look(frame, (args, kwargs), self.part)
-        call = self._call(frame, args, kwargs)
-        if isinstance(output, Tensor) and output.is_floating_point():
-            if self.part is not None:
-                self.part.tapped += output.nbytes
-            return Tap.apply(self._hold(), call, output)[0]  # type: ignore[no-untyped-call]
-        leaves, spec = pytree.tree_flatten(output)
-        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        tapped = Tap.apply(self._hold(), call, *differentiable(output))  # type: ignore[no-untyped-call]
-        for k, value in zip(places, tapped, strict=True):
-            leaves[k] = value
-        return pytree.tree_unflatten(leaves, spec)
-
-    def _look(self, frame: Frame, inputs: tuple[Any, Any], part: Part) -> None:
-        """Note the records whose data are not finite where these enter a module, before any parameter has touched them. In
-        a module without a rule -inf may be of a mask."""
-        masks = self.rules[frame.place.name] is generic
-        tensors = plain_tensors(inputs) or [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        for tensor, dim in zip(tensors, frame.dims, strict=True):
-            data = tensor.is_floating_point() and not tensor.requires_grad and tensor.numel() > 0
-            if data and dim is not None and tensor.shape[dim] == part.records:
-                rows = tensor.movedim(dim, 0).reshape(part.records, -1)
-                if bool(torch.linalg.vector_norm(rows, dim=1).isfinite().all()):
-                    continue  # as always; the largest number, which takes longer, does not overflow
-                largest = rows.amax(1) if masks else torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
-                broken = ~(largest < torch.inf)
-                part.broken = broken if part.broken is None else part.broken | broken
-
-    def _refuse_randomness(self, frame: Frame) -> None:
-        """The generic rule computes a module again, which must give the same values."""
-        now = random_state(frame.module) if frame.random_state else []
-        if frame.random_state != now:
-            raise draws_at_random(self._names[frame.module])
-
-    def _call(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        own, turned_off = self._own[frame.module], set(map(id, frame.turned_off))
-        wanted = {local: name for local, name in own.items() if id(self.parameters[name]) in turned_off}
-        self._count(wanted.values())
-        leaves, spec = flattened(args, kwargs, frame.takeover.kept if frame.takeover else None)
-        name, receive = self._names[frame.module], self.receiver.call
-        where = (frame.dims, frame.out_dims)
-        call = Call(receive, self.part, self._entry, frame.module, name, wanted, *where, leaves, spec)
-        if frame.unsure:
-            call.unsure, call.shapes, call.learn = (
-                True,
-                shapes_of((args, kwargs)),
-                partial(self._learn_place, frame.place),
-            )
-        return call
-
-    def _learn_place(self, place: Place, dims: Dims, out_dims: Dims) -> None:
-        self._ways.layout.learn(place, dims)
-        self._ways.layout.learn(place.output(), out_dims)
-
-    def _count(self, names: Iterable[str]) -> None:
-        """One more tap for each of these parameters."""
-        if self.part is not None:
-            for name in names:
-                self.part.uses[name] = self.part.uses.get(name, 0) + 1
-            self.part.late |= torch._C._current_graph_task_id() != -1
-
     def _place(self, name: str) -> Place:
         self._calls[name] = self._calls.get(name, 0) + 1
         return Place(name, self._calls[name])
-
-
-def contents_of(module: nn.Module) -> list[int]:
-    """What a module consists of, children and parameters, to be compared."""
-    return [*map(id, module._modules.values()), *map(id, module._parameters.values())]

@@ -128,3 +128,39 @@ def _seen(tensor: Tensor, closely: bool) -> Seen:
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Number by number; NaN is like NaN."""
     return torch.equal(one, other) or (one.shape == other.shape and bool(((one == other) | (one != one)).all()))
+
+
+class StructureWatch:
+    """Notices modules and parameters that a model gets, and parameters that become trainable, after it was opened."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._contents: list[tuple[str, nn.Module, list[int]]] = []
+        self._frozen: dict[str, nn.Parameter] = {}
+
+    def open(self) -> None:
+        """Note the model as it is."""
+        self._contents = [
+            (name or "(model)", module, _contents(module)) for name, module in self._model.named_modules()
+        ]
+        self._frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
+
+    def refuse_changes(self) -> None:
+        """Raise if the model consists of anything else now."""
+        for name, module, contents in self._contents:
+            if _contents(module) != contents:
+                raise Misuse(
+                    f"module {name!r} got another child or parameter after make_private, which clipless does not watch: "
+                    "build the model first, then call make_private, or detach() and attach anew."
+                )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise became_trainable(name)
+
+
+def became_trainable(name: str) -> Misuse:
+    return Misuse(f"parameter {name!r} became trainable after make_private: freeze it, or attach anew.")
+
+
+def _contents(module: nn.Module) -> list[int]:
+    return [*map(id, module._modules.values()), *map(id, module._parameters.values())]

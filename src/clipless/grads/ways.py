@@ -7,6 +7,9 @@ from clipless.errors import UnsupportedModule
 from clipless.grads.layout import Layout, Reading
 from clipless.grads.rules import LayerRule, generic
 
+# What a model may raise when it is given other records than it expects.
+TROUBLES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, NotImplementedError)
+
 
 class Ways:
     """A module with a rule is tapped at its output. One without, or called on no records (a table of positions), is
@@ -73,7 +76,7 @@ class Ways:
         try:
             for size in sizes:
                 probe(size)
-        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, NotImplementedError) as trouble:
+        except TROUBLES as trouble:
             self._trouble = trouble
             return None
         return self.layout.settle()

@@ -84,7 +84,7 @@ def weighted_sum(piece: Piece, factors: Tensor, like: Tensor) -> Tensor:
 
 def sq_norm(rows: Tensor) -> Tensor:
     """Squared length of each row of a buffer, [b]; `vector_norm` is much faster than a sum of squares."""
-    return torch.linalg.vector_norm(rows.reshape(rows.shape[0], -1), dim=1).square()
+    return torch.linalg.vector_norm(rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1), dim=1).square()
 
 
 def kept(rows: Tensor, mask: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ def embedding(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     table = use.module
     assert isinstance(table, nn.Embedding)
     indices = (use.input.flatten(1) if use.input.dim() > 1 else use.input.unsqueeze(1)).long()  # [b,t]
-    grad = at_least_float32(grads[0]).reshape(*indices.shape, -1)  # [b,t,d]
+    grad = at_least_float32(grads[0]).reshape(*indices.shape, table.embedding_dim)  # [b,t,d]
     if table.padding_idx is not None:
         grad = torch.where((indices == table.padding_idx).unsqueeze(2), 0.0, grad)
     return {"weight": Scattered(indices, grad, table.num_embeddings)}

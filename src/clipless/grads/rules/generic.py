@@ -1,14 +1,16 @@
 """The rule for any other module: differentiate it again, one record at a time, all records at once by vmap."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from clipless.grads.outputs import opened
 from clipless.grads.pieces import Instantiated, Piece
 from clipless.grads.rules.use import Use, at_least_float32
 
@@ -20,7 +22,8 @@ def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     """
     leaves, spec = pytree.tree_flatten((use.args, dict(use.kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    parameters = {path: use.module.get_parameter(path).detach() for path in use.wanted}
+    own = {path: use.module.get_parameter(path) for path in use.wanted}
+    parameters = {path: parameter.detach() for path, parameter in own.items()}
 
     def pull_back(parameters: dict[str, Tensor], record: list[Tensor], cotangents: tuple[Tensor, ...]) -> Tensor:
         """Inner product of the module's output for one record with the gradient that arrived there."""
@@ -28,7 +31,8 @@ def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
             value if dim is None else value.unsqueeze(dim) for value, dim in zip(record, use.dims, strict=True)
         )
         args, kwargs = pytree.tree_unflatten([next(values) if isinstance(x, Tensor) else x for x in leaves], spec)
-        outputs = differentiable(functional_call(use.module, parameters, args, kwargs))
+        with Replaced({id(own[path]): value for path, value in parameters.items()}):
+            outputs = differentiable(functional_call(use.module, parameters, args, kwargs))
         rows = [out.squeeze(dim or 0) for out, dim in zip(outputs, use.out_dims, strict=True)]
         parts = [(row * cotangent).sum() for row, cotangent in zip(rows, cotangents, strict=True)]
         return torch.stack(parts).sum()
@@ -41,7 +45,24 @@ def differentiable(output: Any) -> list[Tensor]:
     """The floating-point tensors in a module's output, in a fixed order, whatever it is made of."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    leaves = pytree.tree_leaves(opened(output))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+class Replaced(TorchFunctionMode):
+    """Inside, operations that are given a tensor with one of these ids use the value for it instead: a parameter that a
+    module also holds in a list or a closure of its own, where `functional_call` does not reach."""
+
+    def __init__(self, values: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        if any(id(leaf) in self._values for leaf in leaves):
+            leaves = [self._values.get(id(leaf), leaf) for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return func(*args, **(kwargs or {}))
 
 
 def _each_record(

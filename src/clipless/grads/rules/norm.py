@@ -22,7 +22,7 @@ def group_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Piece]:
     module, acts, grad = use.module, use.batched(), at_least_float32(grads[0])
     assert isinstance(module, nn.GroupNorm)
     b, c = acts.shape[:2]
-    x, g = acts.reshape(b, c, -1), grad.reshape(b, c, -1)
+    x, g = acts.reshape(b, c, -1).contiguous(), grad.reshape(b, c, -1)
     shift = g.sum(2)
     pieces: dict[str, Piece] = {"bias": Instantiated(shift)}
     if "weight" in use.wanted:
