@@ -378,13 +378,14 @@ def test_on_other_devices_a_release_is_the_value_plus_its_own_numbers() -> None:
 
 @pytest.mark.parametrize("source", NOISE_SOURCES)
 def test_a_parameter_without_dimensions_is_noised(source: str) -> None:
-    """Nobody is in the batch or the parameter is not used: what is released is noise of the planned size."""
+    """One is used, with a gradient of 0, and one is not: what is released of either is noise of the planned size."""
 
     class Tempered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner, self.used = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
             self.unused = nn.Parameter(torch.zeros(()))
+            nn.init.zeros_(self.inner.bias)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x) * self.used
