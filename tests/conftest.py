@@ -1,8 +1,48 @@
-"""One thread per test process, so that two run side by side, and no hypothesis deadline: machines are shared."""
+"""One thread per test process, so that two run side by side, no hypothesis deadline, as machines are shared, and no
+instructions that the machine does not have.
 
-import torch
-from hypothesis import settings
+On some virtual machines torch takes the processor for one with matrix units, and dies in bfloat16 products with an illegal
+instruction. A child process tries one, and if it dies oneDNN is told to do without, before it is used here.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
+
+PROBED = "CLIPLESS_TESTS_BFLOAT16"
+LIMIT = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+
+
+def dies(program: str) -> bool:
+    """Whether a child process that runs this program is ended by a signal."""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode < 0
+
+
+def probe(environment: MutableMapping[str, str], dies: Callable[[str], bool] = dies) -> None:
+    """Find out, unless it is known or the user has chosen; processes started from here inherit the answer."""
+    if LIMIT[0] not in environment and PROBED not in environment:
+        environment[PROBED] = "dies" if dies(PRODUCT) else "works"
+        if environment[PROBED] == "dies":
+            environment.update([LIMIT])
+
+
+def header(environment: Mapping[str, str]) -> str | None:
+    if environment.get(PROBED) != "dies":
+        return None
+    return f"torch dies in bfloat16 products on this machine: tests run with {'='.join(LIMIT)}"
+
+
+probe(os.environ)
+
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
 settings.register_profile("clipless", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("clipless")
+
+
+def pytest_report_header() -> str | None:
+    return header(os.environ)

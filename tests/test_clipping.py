@@ -76,6 +76,17 @@ def test_formulas_by_hand() -> None:
     assert clipless.global_(cutoff=3.0).policy.threshold == 3.0
 
 
+@pytest.mark.parametrize("threshold", [1e-3, 1.0, 700.0])
+@pytest.mark.parametrize("ratio", [0.25, 1.0, 3.0])
+def test_global_drops_everything_above_the_cutoff(ratio: float, threshold: float) -> None:
+    """Also what is above by a few units in the last place of float32."""
+    cutoff = ratio * threshold
+    norms = cutoff * torch.tensor([[0.5, 1 - 1e-6, 1 + 1e-6, 1 + 1e-4, 1.001, 2.0]], dtype=torch.float64)
+    for dtype in (torch.float64, torch.float32):
+        factors = Global(ratio)(norms.to(dtype), torch.tensor([[threshold]])).flatten()
+        assert factors.tolist() == pytest.approx([1 / ratio, 1 / ratio, 0, 0, 0, 0])
+
+
 def test_a_change_of_one_threshold_is_not_a_learning_rate() -> None:
     """P6: thresholds (9, 12) and (16, 12) give sums that are not multiples of each other."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 1, bias=False))

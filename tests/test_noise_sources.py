@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from scipy import special, stats
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import clipless
 from clipless.errors import InvalidArgument
-from clipless.noise import NOISE_SOURCES, STREAMS, NoiseSource
+from clipless.noise import NOISE_SOURCES, STREAMS, NoiseSource, SeededNoise, seeded_source
 from clipless.noise.threads import share
 from clipless.sampling import PoissonSampler
 
@@ -335,3 +337,78 @@ def test_a_release_into_tensors_of_another_shape_is_refused(source: NoiseSource,
     with pytest.raises(InvalidArgument, match="shapes"):
         list(source.release("gradient", 1, [torch.ones(5)], [1.0], into=[into]))
     assert not into.any()
+
+
+# Tensors that are not in main memory, for which these in it stand.
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor takes the way of those on other devices."""
+    monkeypatch.setattr(seeded_source, "_here", lambda tensor: torch.empty(0))
+    monkeypatch.setattr(seeded_source, "_elsewhere", enumerate)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_on_other_devices_every_tensor_stream_and_step_has_noise_of_its_own() -> None:
+    templates = [torch.zeros(1000), torch.zeros(1000), torch.zeros(())]
+    drawn = [
+        *SeededNoise(3).normals("gradient", 0, templates),
+        *SeededNoise(3).normals("gradient", 1, templates),
+        *SeededNoise(3).normals("statistic", 0, templates),
+        *SeededNoise(4).normals("gradient", 0, templates),
+    ]
+    large = torch.stack([part for part in drawn if part.dim()]).double()
+    assert ((torch.corrcoef(large) - torch.eye(8)).abs() < 0.16).all()  # five standard deviations
+    assert ((large.std(1) - 1).abs() < 0.12).all()
+    assert len({float(part.flatten()[0]) for part in drawn}) == len(drawn)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_on_other_devices_a_release_is_the_value_plus_its_own_numbers() -> None:
+    values, stddevs = [torch.ones(5), 2 * torch.ones(5), torch.ones(())], [0.5, 1.0, 2.0]
+    noise = SeededNoise(3).normals("gradient", 7, values)
+    released = SeededNoise(3).release("gradient", 7, values, stddevs)
+    for value, normal, stddev, out in zip(values, noise, stddevs, released, strict=True):
+        torch.testing.assert_close(out, value + stddev * normal)
+
+
+# Parameters without a dimension.
+
+
+@pytest.mark.parametrize("source", NOISE_SOURCES)
+def test_a_parameter_without_dimensions_is_noised(source: str) -> None:
+    """One is used, with a gradient of 0, and one is not: what is released of either is noise of the planned size."""
+
+    class Tempered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.used = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
+            self.unused = nn.Parameter(torch.zeros(()))
+            nn.init.zeros_(self.inner.bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.used
+
+    model, steps, batch = Tempered(), 200, 3
+    seed = {"seed": 3} if NOISE_SOURCES[source].replayable else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    data = TensorDataset(torch.zeros(6, 2), torch.zeros(6, dtype=torch.int64))
+    private = clipless.make_private(
+        model, optimizer, data, noise_multiplier=2.0, delta=1e-3, batch_size=batch, steps=steps,
+        clipping=clipless.abadi(threshold=0.5), noise=source, accountant="rdp", **seed,
+    )  # fmt: skip
+    seen = []
+    for step, (x, y) in enumerate(private.loader):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        seen.append([float(model.used.grad), float(model.unused.grad)])
+        optimizer.zero_grad()
+        if NOISE_SOURCES[source].replayable:
+            drawn = make(source).normals("gradient", step, model.parameters())
+            noise = dict(zip(dict(model.named_parameters()), drawn, strict=True))["unused"]
+            assert seen[-1][1] == pytest.approx(2.0 * 0.5 / batch * float(noise), rel=1e-5)
+    private.detach()
+    for column in zip(*seen, strict=True):
+        size = math.sqrt(sum(value**2 for value in column) / steps) * batch
+        assert size == pytest.approx(2.0 * 0.5, rel=0.3)  # six standard deviations

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import clipless
 from clipless.grads.pieces import Instantiated, OuterProducts
+from clipless.preflight import CheckReport, checking
 from clipless.preflight.measuring import held_bytes
 from problems import PROBLEMS, Branching, Problem, Unused, losses
 
@@ -221,6 +222,66 @@ def test_half_precision_is_judged_by_its_own_rounding() -> None:
     report = clipless.check(model, mixed, batch())
     report.raise_if_unsound()
     assert report.tolerance == 2e-2
+
+
+class Steep(nn.Module):
+    """A sine of many turns: what float32 makes of a record's gradient depends on how it was rounded before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 64), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((1e5 * self.first(x)).sin())
+
+
+class SinglePrecision(Steep):
+    """Cannot be run in another type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            super().forward(x + torch.ones(4, dtype=torch.float32)) if x.dtype == torch.float32 else x @ torch.ones(4)
+        )
+
+
+def test_an_ill_conditioned_model_is_judged_in_double_precision() -> None:
+    torch.manual_seed(0)
+    report = clipless.check(Steep(), losses, batch(), clipless.auto_v())
+    report.raise_if_unsound()
+    assert report.oracle_error < 1e-7
+    rough = clipless.check(SinglePrecision(), losses, batch(), clipless.auto_v())
+    assert rough.oracle_error > 1e-4
+    assert rough.records == 6
+
+
+def test_the_costs_are_those_of_the_models_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = []
+    measure = checking.measure
+    monkeypatch.setattr(
+        checking, "measure", lambda model, *rest: types.append(model.last.weight.dtype) or measure(model, *rest)
+    )
+    clipless.check(Steep(), losses, batch()).raise_if_unsound()
+    assert types == [torch.float32]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1])
+def test_records_that_mix_a_little_are_unsound(share: float) -> None:
+    class Slightly(Mixing):
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.inner(x)
+            return out - share * out.mean(0)
+
+    report = clipless.check(Slightly(), losses, batch())
+    assert report.tolerance == 1e-3
+    assert report.tolerance < report.oracle_error < 0.1
+    assert report.oracle_agreement is False
+    assert not report.sound
+
+
+def test_a_change_little_above_the_sensitivity_is_unsound() -> None:
+    figures = {"handling": (), "records": 3, "oracle_error": 0.0, "changed_buffers": (), "problems": ()}
+    for change, holds in ((1.0, True), (1.0005, True), (1.002, False), (1.05, False)):
+        assert CheckReport(**figures, largest_change=change, sensitivity=1.0).remove_one_record is holds
 
 
 def test_check_leaves_model_and_random_numbers_alone() -> None:

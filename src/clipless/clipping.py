@@ -44,7 +44,8 @@ class AutoS:
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
         norms, _ = _usable(norms)
-        return torch.where(norms.isfinite(), thresholds / (norms + self.gamma), 0.0)
+        factors = thresholds / (norms + self.gamma)
+        return torch.where(norms.isfinite() & factors.isfinite(), factors, 0.0)
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,20 @@ class Global:
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
         norms, _ = _usable(norms)
-        return torch.where(norms <= self.ratio * thresholds, 1.0 / self.ratio, 0.0)
+        factors = torch.full_like(norms, 1.0 / self.ratio)
+        return torch.where((norms <= self.ratio * thresholds) & factors.isfinite(), factors, 0.0)
 
 
 def _usable(norms: Tensor) -> tuple[Tensor, Tensor]:
     """The norms in at least float32, so that a factor is not rounded up in bfloat16, and which can be divided by."""
     norms = norms.to(torch.promote_types(norms.dtype, torch.float32))
     return norms, norms.isfinite() & (norms > 0)
+
+
+def least_norm(dtype: torch.dtype) -> float:
+    """The least norm that counts. The squares of smaller ones lose digits to underflow, and a norm taken for too small would
+    give too large a factor: such a record adds nothing, whatever the rule."""
+    return 1e4 * torch.finfo(dtype).tiny ** 0.5
 
 
 @dataclass(frozen=True)

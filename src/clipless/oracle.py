@@ -1,12 +1,13 @@
 """The slow truth: the clipped sum computed from its definition, one record at a time, with plain autograd."""
 
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from clipless.clipping import Clipping, as_clipping
+from clipless.clipping import Clipping, as_clipping, least_norm
 from clipless.grads.clipped_sum import ClippedSum, LossFunction, count_records, per_record_losses
 from clipless.partition import partition
 
@@ -19,19 +20,21 @@ def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: s
     thresholds = how.start(len(groups))
     records = count_records(model, loss_fn, batch)
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
-    norms = torch.zeros(len(groups), records)
+    dtype = reduce(torch.promote_types, (p.dtype for p in parameters.values()), torch.float32)
+    norms = torch.zeros(len(groups), records, dtype=dtype)
     for b in range(records):
         loss = per_record_losses(loss_fn, model, one_record(batch, b, records), 1).sum()
         grads = _gradients(loss, parameters)
         for g, members in enumerate(groups.members):
-            squares = sum(grads[name].float().square().sum() for name in members)
-            norms[g, b] = torch.as_tensor(squares).sqrt()
+            squares = sum(grads[name].double().square().sum() for name in members)
+            norms[g, b] = torch.as_tensor(squares).to(dtype).sqrt()
         norms[:, b] = norms[:, b].nan_to_num(nan=torch.inf, posinf=torch.inf)
+        norms[:, b].masked_fill_(norms[:, b] <= least_norm(dtype), 0.0)
         finite = norms[:, b].isfinite()
         if not finite.all() and not _finite(one_record(batch, b, records)):
             finite[:] = False
             norms[:, b] = torch.inf
-        factors = how.rule(norms[:, b : b + 1], thresholds)
+        factors = how.rule(norms[:, b : b + 1], thresholds).masked_fill(norms[:, b : b + 1] == 0, 0.0)
         for name, grad in grads.items():
             if finite[groups.group_of[name]]:
                 sums[name] += factors[groups.group_of[name], 0].double() * grad.double()

@@ -55,6 +55,25 @@ def test_it_does_what_torch_does(b: int, width: int, size: float, seed: int, dat
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6 * max(size, 1), equal_nan=True)
 
 
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+@pytest.mark.parametrize("b", [1, 2, 5, 7, 16])
+def test_every_row_is_computed_however_many_threads_there_are(
+    b: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what one thread computes, the last row included."""
+    generator = torch.Generator().manual_seed(b)
+    sums, c, of_h, of_c = (torch.randn(shape, generator=generator) for shape in ((b, 4, 9), *[(b, 9)] * 3))
+    cell = compiled_lstm.compiled()
+    assert cell is not None
+    monkeypatch.setattr(compiled_lstm, "threads", lambda work: 1)
+    alone = both_ways(cell, sums, c, of_h, of_c)
+    by_torch = both_ways(CELLS["lstm"], sums, c, of_h, of_c)
+    monkeypatch.setattr(compiled_lstm, "threads", lambda work: count)
+    for one, many, torchs in zip(alone, both_ways(cell, sums, c, of_h, of_c), by_torch, strict=True):
+        assert torch.equal(one, many)
+        torch.testing.assert_close(many, torchs, rtol=1e-5, atol=2e-6)
+
+
 def test_it_is_as_exact_as_float32_is() -> None:
     sums = torch.linspace(-20, 20, 4 * 5000).view(50, 4, 100)
     c, of_h, of_c = (torch.linspace(-3, 3, 5000).view(50, 100).roll(shift) for shift in (0, 1000, 3000))

@@ -36,7 +36,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 def test_lengths(widths: list[int], records: int, seed: int) -> None:
     tensors = [numbers(records, width, seed=seed + k) for k, width in enumerate(widths)]
     exact = torch.stack([tensor.double().square().sum(1) for tensor in tensors])
-    torch.testing.assert_close(squared_lengths(tensors), exact.float(), rtol=2e-6, atol=0)
+    torch.testing.assert_close(squared_lengths(tensors), exact, rtol=2e-6, atol=0)
 
 
 @given(WIDTHS, st.integers(0, 9), st.integers(0, 1), st.integers(0, 10**6))
@@ -56,14 +56,14 @@ def test_sums(widths: list[int], records: int, beta: int, seed: int) -> None:
 def test_a_length_is_never_finite_where_the_row_is_not(bad: float, place: int) -> None:
     tensor = torch.ones(3, 37)
     tensor[1, place] = bad
-    found = squared_lengths([tensor])[0]
+    found = squared_lengths([tensor])[0].float()
     assert found.isfinite().tolist() == [True, False, True]
 
 
 def test_columns_of_a_kind_of_their_own_are_torchs() -> None:
     double, gaps = numbers(3, 5).double(), numbers(5, 3).mT
     assert squared_lengths([double]).dtype == torch.float64
-    torch.testing.assert_close(squared_lengths([gaps])[0], gaps.square().sum(1))
+    torch.testing.assert_close(squared_lengths([gaps])[0], gaps.double().square().sum(1), rtol=1e-6, atol=0)
     total = torch.zeros(10)[::2]
     add_rows([Weighted(total, gaps, torch.ones(3), beta=1)])
     torch.testing.assert_close(total, gaps.sum(0))
@@ -90,7 +90,7 @@ def test_pieces_of_every_kind_together() -> None:
     order, found = sq_norms_of(pieces)
     assert sorted(order) == [0, 1, 2, 3]
     for k, norms in zip(order, found, strict=True):
-        torch.testing.assert_close(norms, pieces[k].per_record().flatten(1).square().sum(1), rtol=1e-5, atol=0)
+        torch.testing.assert_close(norms, pieces[k].per_record().double().flatten(1).square().sum(1), rtol=1e-5, atol=0)
     factors = torch.linspace(0, 1, 4)
     totals = [torch.zeros(piece.per_record().shape[1:]) for piece in pieces]
     add_all(Share(piece, total, factors, 0) for piece, total in zip(pieces, totals, strict=True))

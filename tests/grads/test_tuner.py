@@ -12,6 +12,7 @@ import clipless
 from clipless import oracle
 from clipless.errors import InvalidArgument, InvalidType
 from clipless.grads import Tuner, as_tuner, tuner
+from clipless.grads.engine import Engine
 from clipless.grads.pieces import OuterProducts, Piece, Scattered, Tied, scratch, weighted_sum
 from clipless.grads.pieces.scratch import KEPT
 from clipless.grads.rules.conv import Correlation
@@ -201,6 +202,47 @@ def test_by_every_way_the_sum_is_the_oracles_and_one_record_moves_it_no_further_
                 clipless.clipped_sum(model, losses, rest, how)
             )
             assert float(change.norm()) <= 1 + 1e-4, (name, size)
+
+
+class Layers(nn.Module):
+    """Two layers with several positions each, so that both can be written out a few records at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 6, bias=False), nn.Linear(6, 7, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh()).mean(1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("broken", [None, 0, 3])
+@pytest.mark.parametrize("rule", [clipless.abadi, clipless.auto_s])
+def test_in_chunks_every_group_has_its_threshold_and_every_record_its_own_mask(
+    rule: object, broken: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record with an infinite number adds nothing to any group, though its gradient in the last layer is finite."""
+    clipped: list[tuple[int, int]] = []
+    chunks = Engine._clip_chunks
+
+    def noted(self: Engine, group: int, name: str, piece: Piece, choice: tuner.Choice) -> None:
+        clipped.append((group, len(choice.chunks)))
+        chunks(self, group, name, piece, choice)
+
+    monkeypatch.setattr(Engine, "_clip_chunks", noted)
+    monkeypatch.setattr(tuner, "CHUNK_BYTES", size * 4 * 8 * 6)
+    monkeypatch.setattr(Tuner, "_fastest", lambda self, piece, ways, parameter: "written")
+    model, how = Layers(), rule(threshold=[0.1, 3.0], groups="per-layer")  # type: ignore[operator]
+    x, y = torch.randn(7, 4, 8, generator=torch.Generator().manual_seed(1)), torch.arange(7) % 3
+    if broken is not None:
+        x[broken, 2, 1] = torch.inf
+    fast, slow = (which.clipped_sum(model, losses, (x, y), how) for which in (clipless, oracle))
+    assert sorted(clipped) == [(0, -(-7 // size)), (1, -(-7 // size))]
+    torch.testing.assert_close(fast.norms, slow.norms, rtol=1e-4, atol=0)
+    assert fast.norms.isinf().any(0).tolist() == [record == broken for record in range(7)]
+    for name, grad in fast.grads.items():
+        torch.testing.assert_close(grad, slow.grads[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("groups", ["flat", "per-layer"])

@@ -6,51 +6,85 @@
 
 /* So many columns of a total stay in the nearest cache while the rows go by, four at a time. */
 #define COLUMNS 2048
-#define LANES 16
+#define LANES 64
+/* So many squares are added up in float, 16 in each lane, and the rest in double. */
+#define SQUARES 1024
+/* Squares below this lose digits to underflow. */
+#define UNDERFLOW 1e-30
+/* Rows are added up in runs, and the runs in the total, so that rounding errors stay small for many records. */
+#define RUN 64
 
 FOR_EACH_PROCESSOR
 static double squared_length(const float *row, int64_t width) {
-    double sums[LANES] = {0}, total = 0;
+    double total = 0;
     int64_t k = 0;
-    for (; k + LANES <= width; k += LANES)
-        for (int lane = 0; lane < LANES; lane++)
-            sums[lane] += (double)row[k + lane] * row[k + lane];
+    while (k + LANES <= width) {
+        float sums[LANES] = {0};
+        int64_t end = width - k < SQUARES ? width - LANES : k + SQUARES - LANES;
+        for (; k <= end; k += LANES)
+            for (int lane = 0; lane < LANES; lane++)
+                sums[lane] += row[k + lane] * row[k + lane];
+        for (int half = LANES / 2; half; half /= 2)
+            for (int lane = 0; lane < half; lane++)
+                sums[lane] += sums[lane + half];
+        total += sums[0];
+    }
     for (; k < width; k++)
         total += (double)row[k] * row[k];
-    for (int lane = 0; lane < LANES; lane++)
-        total += sums[lane];
+    if (total >= width * UNDERFLOW && total <= FLT_MAX)
+        return total;
+    total = 0;
+    for (k = 0; k < width; k++)
+        total += (double)row[k] * row[k];
     return total;
 }
 
 /* The squared length of every row, [tensors,records]. */
 void clipless_squared_lengths(const float *const *rows, const int64_t *widths, int64_t tensors, int64_t records,
-                              float *lengths, int64_t threads) {
+                              double *lengths, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t k = 0; k < tensors * records; k++) {
         int64_t tensor = k / records, width = widths[tensor];
-        lengths[k] = (float)squared_length(rows[tensor] + k % records * width, width);
+        lengths[k] = squared_length(rows[tensor] + k % records * width, width);
+    }
+}
+
+/* sum [columns] plus the rows times their factors. */
+static inline void add_run(float *restrict sum, const float *restrict a, const float *restrict factors, int64_t records,
+                           int64_t width, int64_t columns) {
+    int64_t row = 0;
+    for (; row + 4 <= records; row += 4, a += 4 * width) {
+        const float *restrict b = a + width, *restrict c = b + width, *restrict d = c + width;
+        float fa = factors[row], fb = factors[row + 1], fc = factors[row + 2], fd = factors[row + 3];
+        for (int64_t k = 0; k < columns; k++)
+            sum[k] += (fa * a[k] + fb * b[k]) + (fc * c[k] + fd * d[k]);
+    }
+    for (; row < records; row++, a += width) {
+        float factor = factors[row];
+        for (int64_t k = 0; k < columns; k++)
+            sum[k] += factor * a[k];
     }
 }
 
 FOR_EACH_PROCESSOR
 static void add_columns(float *restrict total, const float *restrict rows, const float *restrict factors, int64_t records,
                         int64_t width, int64_t keeps, int64_t column, int64_t end) {
+    float run[COLUMNS];
     for (; column < end; column += COLUMNS) {
-        int64_t columns = end - column < COLUMNS ? end - column : COLUMNS, row = 0;
+        int64_t columns = end - column < COLUMNS ? end - column : COLUMNS;
         float *restrict sum = total + column;
-        const float *restrict a = rows + column;
         if (!keeps)
             memset(sum, 0, columns * sizeof *sum);
-        for (; row + 4 <= records; row += 4, a += 4 * width) {
-            const float *restrict b = a + width, *restrict c = b + width, *restrict d = c + width;
-            float fa = factors[row], fb = factors[row + 1], fc = factors[row + 2], fd = factors[row + 3];
-            for (int64_t k = 0; k < columns; k++)
-                sum[k] += (fa * a[k] + fb * b[k]) + (fc * c[k] + fd * d[k]);
+        if (records <= RUN) {
+            add_run(sum, rows + column, factors, records, width, columns);
+            continue;
         }
-        for (; row < records; row++, a += width) {
-            float factor = factors[row];
+        for (int64_t row = 0; row < records; row += RUN) {
+            memset(run, 0, columns * sizeof *run);
+            add_run(run, rows + column + row * width, factors + row, records - row < RUN ? records - row : RUN, width,
+                    columns);
             for (int64_t k = 0; k < columns; k++)
-                sum[k] += factor * a[k];
+                sum[k] += run[k];
         }
     }
 }

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clipless.clipping import least_norm
 from clipless.grads.buffers import Buffers
 from clipless.grads.entry import Entry
 from clipless.grads.frames import Part, interrupted
-from clipless.grads.pieces import Piece, Share, add_all, combine, forget, formed, measured, sq_norms_of
+from clipless.grads.pieces import Piece, Share, add_all, combine, forget, formed, measured, sq_norms_of, widest
 from clipless.grads.receiver import Receiver
 from clipless.grads.tape import Tape
 from clipless.grads.tuner import Choice, Tuner
@@ -18,6 +19,9 @@ from clipless.partition import Partition
 
 Factors = Callable[[Tensor, Sequence[int]], Tensor]
 Observe = Callable[[Tensor], None]
+
+# The most records that are added up in float32.
+BLOCK = 2048
 
 
 class Engine:
@@ -29,12 +33,17 @@ class Engine:
 
     `factors(norms [g,b], groups)` says how much of each record enters those groups' sums, for any of the part's records;
     `observe(norms [G,B])` sees all norms of a part once. A group is clipped as soon as its parameters are there, and what
-    was held for it is dropped. A record with a norm that is not finite adds nothing to that group; one whose data are
-    not finite adds nothing to any.
+    was held for it is dropped. A record with a norm that is not finite, or too small to count, adds nothing to that
+    group; one whose data are not finite adds nothing to any.
+
+    Blocks of at most `BLOCK` records are added up in float32 and the blocks in float64, so that a sum is exact to a small
+    part of one record's share, however many there are.
     """
 
     def __init__(self, model: nn.Module, groups: Partition, factors: Factors, observe: Observe, tuner: Tuner) -> None:
-        self.sums: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._blocks: dict[str, Tensor] = {}
+        self._filled: dict[str, int] = {}
         self.seen = 0
         self.tape = Tape(model, Receiver(self._take, self._finish))
         if len(groups) > 1:
@@ -56,8 +65,12 @@ class Engine:
 
     def clear(self) -> None:
         """Forget the sums: a new logical batch begins."""
-        self.sums, self.seen, self._checked = {}, 0, []
+        self._forget_sums()
+        self.seen, self._checked = 0, []
         self.tape.open(None)
+
+    def _forget_sums(self) -> None:
+        self._sums, self._blocks, self._filled = {}, {}, {}
 
     def close(self) -> None:
         """Take the hooks off the model, and give back the memory that was kept for further steps."""
@@ -73,10 +86,19 @@ class Engine:
 
     def complete(self) -> dict[str, Tensor]:
         """The sum of every parameter: zeros for those that no record reached."""
+        sums = self.sums
         for name, parameter in self.tape.parameters.items():
-            if name not in self.sums:
-                self.sums[name] = self._buffers.take(name, parameter).zero_()
-        return {name: self.sums[name] for name in self.tape.parameters}
+            if name not in sums:
+                self._sums[name] = sums[name] = self._buffers.take(name, parameter).zero_()
+        return {name: sums[name] for name in self.tape.parameters}
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """The sums so far, all blocks together."""
+        for name, blocks in self._blocks.items():
+            self._sums[name].copy_(blocks.add_(self._sums[name]))
+        self._blocks.clear()
+        return self._sums
 
     def open(self, records: int, scale: float, averaged: bool = False, check: bool = False) -> None:
         """The next forward and backward pass is on so many records; `check` asks that it be checked."""
@@ -101,7 +123,7 @@ class Engine:
         if self._added and self.seen:
             raise interrupted(again=True)
         if self._added:
-            self.sums = {}
+            self._forget_sums()
         self.open(*self._opened)
 
     def _take(self, part: Part, name: str, uses: list[Piece]) -> None:
@@ -154,37 +176,52 @@ class Engine:
         if not any(held):
             return
         self._added = True
-        factors = self._factors(norms, groups) * self._scale
+        factors = self._factors(norms, groups).masked_fill(norms == 0, 0.0) * self._scale
         finite = norms.isfinite()
         everyone = bool(finite.all())
-        shares = []
-        for pieces, row, mask in zip(held, factors.unbind(), finite.unbind(), strict=True):
-            for name, piece in pieces.items():
-                begun = name in self.sums
-                if not begun:
-                    self.sums[name] = self._buffers.take(name, self.tape.parameters[name])
-                shares.append(Share(piece if everyone else piece.keep(mask), self.sums[name], row, int(begun)))
-        add_all(shares)
+        records = norms.shape[1]
+        for first in range(0, records, BLOCK):
+            some, shares = slice(first, min(first + BLOCK, records)), []
+            for pieces, row, mask in zip(held, factors.unbind(), finite.unbind(), strict=True):
+                for name, piece in pieces.items():
+                    few = piece if records <= BLOCK else piece.rows(some)
+                    begun = self._begun(name, len(few))
+                    few = few if everyone else few.keep(mask[some])
+                    shares.append(Share(few, self._sums[name], row[some], int(begun)))
+            add_all(shares)
+
+    def _begun(self, name: str, records: int) -> bool:
+        """Whether so many more records are added to what is there. Else there is nothing yet, or a full block, which is set
+        aside, and there is room for them."""
+        filled = self._filled.get(name)
+        if filled is not None and filled + records <= BLOCK:
+            self._filled[name] = filled + records
+            return True
+        self._filled[name] = records
+        if filled is None:
+            self._sums[name] = self._buffers.take(name, self.tape.parameters[name])
+        elif name in self._blocks:
+            self._blocks[name].add_(self._sums[name])
+        else:
+            self._blocks[name] = self._sums[name].to(widest(self._device), copy=True)
+        return False
 
     def _squares(self, groups: list[int]) -> Tensor:
         """Squared norms of what is held for these groups, [g,b]."""
         records = 0 if self.tape.part is None else self.tape.part.records
-        squares = torch.zeros(len(groups), records, dtype=self._dtype, device=self._device)
+        squares = torch.zeros(len(groups), records, dtype=widest(self._device), device=self._device)
         held = [(row, piece) for row, group in enumerate(groups) for piece in self._clips[group].held.values()]
         if held:
             order, found = sq_norms_of([piece for _, piece in held])
             rows = torch.tensor([held[k][0] for k in order], device=self._device)
-            squares.index_add_(0, rows, found.to(squares.dtype))
+            squares.index_add_(0, rows, found)
         return squares
 
     def _norms(self, squares: Tensor, some: slice = slice(None)) -> Tensor:
-        """Norms of some records; infinite for those that are not finite, or whose data are not.
-
-        Squares that small lose digits to underflow, and a norm taken for too small would give too large a factor:
-        below the floor a norm counts as zero.
-        """
-        norms = squares.sqrt().nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        norms = F.threshold(norms, 1e4 * torch.finfo(norms.dtype).tiny ** 0.5, 0.0).mul_(self._scale)
+        """Norms of some records; infinite for those that are not finite, or whose data are not, and zero for those that are
+        too small to count."""
+        norms = squares.to(self._dtype).sqrt().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        norms = F.threshold(norms, least_norm(norms.dtype), 0.0).mul_(self._scale)
         broken = None if self.tape.part is None else self.tape.part.broken
         return norms if broken is None else norms.masked_fill_(broken[some], torch.inf)
 

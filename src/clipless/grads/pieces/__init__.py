@@ -5,6 +5,7 @@ from clipless.grads.pieces.instantiated import Instantiated
 from clipless.grads.pieces.outer_products import OuterProducts, product_ways
 from clipless.grads.pieces.piece import Cost, NoChoice, Piece, formed, kept, scaled, sq_norm, weighted_sum
 from clipless.grads.pieces.rearranged import Rearranged
+from clipless.grads.pieces.rows import widest
 from clipless.grads.pieces.scattered import Scattered
 from clipless.grads.pieces.scratch import empty, forget
 from clipless.grads.pieces.tied import Tied
@@ -32,4 +33,5 @@ __all__ = [
     "sq_norm",
     "sq_norms_of",
     "weighted_sum",
+    "widest",
 ]

@@ -9,12 +9,14 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from clipless.grads.pieces.cancellation import never_too_small
 from clipless.grads.pieces.instantiated import Instantiated
 from clipless.grads.pieces.piece import Cost, Piece, kept, scaled, sq_norm
+from clipless.grads.pieces.rows import widest
 from clipless.grads.pieces.scratch import empty
 
-CANCELLATION = 1024.0
-ROUNDING = 8.0
+# Gradients computed once more in float64 are written out for so many numbers at a time.
+AT_ONCE = 2**22
 
 
 @lru_cache(maxsize=4096)
@@ -49,7 +51,8 @@ class OuterProducts:
     def sq_norms(self) -> Tensor:
         if self.acts.shape[1] == 1:
             return sq_norm(self.acts) * (sq_norm(self.grads) if self._summed is None else self._summed.sq_norms)
-        return self._ghost()
+        squares, lengths, lost = self.ghost
+        return never_too_small(squares, lengths, self.acts.dtype, self._exact, lost)
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
         acts, grads = self.acts, self.grads
@@ -86,15 +89,24 @@ class OuterProducts:
     def _gram_of_grads(self) -> Tensor:
         return self.grads @ self.grads.mT if self._twin is None else self._twin._gram_of_grads
 
-    def _ghost(self) -> Tensor:
-        """Norms from two Gram matrices, T×T. Where the positions of a record nearly cancel, rounding could make the
-        norm too small and so the record's share too large: those norms are computed from the gradient itself, and every
-        norm is raised by the rounding error that the weighted sum can have."""
+    @cached_property
+    def ghost(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Squared norms from two Gram matrices, T×T, the lengths of all positions together, and where digits may be lost to
+        underflow, all [b]."""
+        wide, tiny = widest(self.acts.device), torch.finfo(self.acts.dtype).tiny
         gram_a, gram_g = self.acts @ self.acts.mT, self._gram_of_grads
-        sq_norms = torch.linalg.vecdot(gram_a.flatten(1), gram_g.flatten(1))
-        lengths = (gram_a.diagonal(dim1=1, dim2=2) * gram_g.diagonal(dim1=1, dim2=2)).clamp(min=0).sqrt().sum(1)
-        unsure = ~(sq_norms * CANCELLATION >= lengths.square())
-        if unsure.any():
-            exact = self.grads[unsure].double().mT @ self.acts[unsure].double()
-            sq_norms[unsure] = sq_norm(exact).to(sq_norms.dtype)
-        return (sq_norms.sqrt() + ROUNDING * torch.finfo(lengths.dtype).eps * lengths).square()
+        squares = torch.linalg.vecdot(gram_a.flatten(1), gram_g.flatten(1)).to(wide)
+        own_a, own_g = (gram.diagonal(dim1=1, dim2=2).to(wide).clamp(min=0) for gram in (gram_a, gram_g))
+        lengths = (own_a * own_g).sqrt().sum(1)
+        _, t, i = self.acts.shape
+        error = tiny * t * t * max(i, self.grads.shape[2]) * (own_a.amax(1) + own_g.amax(1))
+        lost = squares < 1e4 * error
+        if lost.any():
+            lost &= (self.grads != 0).flatten(1).any(1)  # nothing was lost of nothing
+        return squares, lengths, lost
+
+    def _exact(self, which: Tensor) -> Tensor:
+        """Squared norms of some records, from their gradients in float64."""
+        some, wide = which.nonzero().flatten(), widest(self.acts.device)
+        size = max(1, AT_ONCE // (self.acts.shape[2] * self.grads.shape[2]))
+        return torch.cat([sq_norm(self.grads[few].to(wide).mT @ self.acts[few].to(wide)) for few in some.split(size)])

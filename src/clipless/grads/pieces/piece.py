@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from clipless.grads.pieces.rows import squared_lengths
 from clipless.grads.pieces.scratch import empty
 
 
@@ -33,7 +34,7 @@ class Piece(Protocol):
 
     @property
     def sq_norms(self) -> Tensor:
-        """‖g_b‖² for every record, [b]."""
+        """‖g_b‖² for every record, [b], in float64 where the device has it. Too large rather than too small."""
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
         """total = beta·total + Σ_b factors[b]·g_b, in place; with beta = 0 whatever was there is forgotten."""
@@ -77,14 +78,14 @@ def formed(piece: Piece, way: str) -> Piece:
 
 def weighted_sum(piece: Piece, factors: Tensor, like: Tensor) -> Tensor:
     """Σ_b factors[b]·g_b as a new tensor, shaped like the parameter."""
-    total = torch.empty(like.shape, dtype=piece.sq_norms.dtype, device=like.device)
+    total = torch.empty(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     piece.add_to(total, factors, beta=0)
     return total
 
 
 def sq_norm(rows: Tensor) -> Tensor:
-    """Squared length of each row of a buffer, [b]; `vector_norm` is much faster than a sum of squares."""
-    return torch.linalg.vector_norm(rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1), dim=1).square()
+    """Squared length of each row of a buffer, [b]."""
+    return squared_lengths([rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)])[0]
 
 
 def kept(rows: Tensor, mask: Tensor) -> Tensor:

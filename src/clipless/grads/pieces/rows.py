@@ -16,6 +16,11 @@ from torch import Tensor
 
 from clipless.compiled import COUNT, LIBRARY, POINTER, function, threads
 
+# So many columns are added up in the rows' own type.
+BLOCK = 1024
+# Squares below this lose digits to underflow in float32.
+UNDERFLOW = 1e-30
+
 
 class Weighted(NamedTuple):
     """A sum to be made: total [n] = beta·total + Σ_b factors[b]·rows[b], in place; with beta = 0 whatever was there is
@@ -28,11 +33,11 @@ class Weighted(NamedTuple):
 
 
 def squared_lengths(rows: Sequence[Tensor]) -> Tensor:
-    """Of tensors [b,n], with n as it may be, ‖row‖² for every row, [len(rows),b].
+    """Of tensors [b,n], with n as it may be, ‖row‖² for every row, [len(rows),b], in float64 where the device has it.
 
     >>> squared_lengths([torch.tensor([[3.0, 4.0]]), torch.ones(1, 5)])
     tensor([[25.],
-            [ 5.]])
+            [ 5.]], dtype=torch.float64)
     """
     fast = compiled()
     if fast is None or not all(_suits(tensor) and len(tensor) == len(rows[0]) for tensor in rows):
@@ -65,8 +70,25 @@ def _suits(tensor: Tensor) -> bool:
 
 
 def lengths_by_torch(rows: Sequence[Tensor]) -> Tensor:
-    """`vector_norm` is much faster than a sum of squares."""
-    return torch.stack([torch.linalg.vector_norm(tensor, dim=1).square() for tensor in rows])
+    return torch.stack([_lengths(tensor) for tensor in rows])
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    """`vector_norm` is much faster than a sum of squares, but adds up in the rows' own type: so by blocks of columns, which
+    are then added up in float64. Rows whose squares could be lost are squared in float64."""
+    whole, wide = rows.shape[1] - rows.shape[1] % BLOCK, widest(rows.device)
+    parts = [rows[:, :whole].unflatten(1, (-1, BLOCK)), rows[:, whole:].unsqueeze(1)] if whole else [rows.unsqueeze(1)]
+    squares = sum(torch.linalg.vector_norm(part, dim=2).to(wide).square().sum(1) for part in parts)
+    assert isinstance(squares, Tensor)
+    tiny = squares < rows.shape[1] * UNDERFLOW
+    if rows.dtype != torch.float64 and tiny.any():
+        squares[tiny] = rows[tiny].to(wide).square().sum(1)
+    return squares
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The most exact type that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def sums_by_torch(sums: Sequence[Weighted]) -> None:
@@ -91,7 +113,7 @@ def compiled(library: Path = LIBRARY) -> Compiled | None:
 
     def squared_lengths(rows: Sequence[Tensor]) -> Tensor:
         records, widths = len(rows[0]), [tensor.shape[1] for tensor in rows]
-        found = torch.empty(len(rows), records)
+        found = torch.empty(len(rows), records, dtype=torch.float64)
         lengths(
             _places(rows), _counts(widths), len(rows), records, found.data_ptr(), threads(4 * records * sum(widths))
         )

@@ -8,7 +8,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from clipless.grads.pieces.cancellation import never_too_small
 from clipless.grads.pieces.piece import NoChoice, kept, scaled, sq_norm
+from clipless.grads.pieces.rows import widest
+
+# So many numbers of a record are added up in their own type.
+RUN = 1024
+# A row of the table that `hits` positions of b records meet is added up position by position while hits·b is below this:
+# every one of the sums is off by less than b shares times half of the last place.
+HITS = 2**20
 
 
 class Scattered(NoChoice):
@@ -22,16 +30,44 @@ class Scattered(NoChoice):
 
     @cached_property
     def sq_norms(self) -> Tensor:
-        b, _, d = self.grads.shape
-        records = torch.arange(b, device=self.indices.device).unsqueeze(1)
+        return never_too_small(self.summed(self.grads), self.lengths, self.grads.dtype, self._exact)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """The lengths of all rows that a record adds, together, [b]."""
+        b, t, d = self.grads.shape
+        return sq_norm(self.grads.reshape(b * t, d)).sqrt().view(b, t).sum(1)
+
+    def summed(self, grads: Tensor) -> Tensor:
+        """Squared norms of the records' sums of these rows."""
+        slots, sums = self._by_record(grads if grads.shape[1] <= RUN else grads.to(widest(grads.device)))
+        squares = sq_norm(sums)
+        return squares.new_zeros(len(grads)).index_add_(0, slots // self.size, squares)
+
+    def _by_record(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """What each record adds to each row of the table that it meets: the places v + b·size, [n], and the sums, [n,d]."""
+        slots, slot_of = self._slots
+        return slots, grads.new_zeros(len(slots), grads.shape[2]).index_add_(0, slot_of, grads.flatten(0, 1))
+
+    @cached_property
+    def _slots(self) -> tuple[Tensor, Tensor]:
+        records = torch.arange(len(self.indices), device=self.indices.device).unsqueeze(1)
         slots, slot_of = torch.unique(self.indices + records * self.size, return_inverse=True)
-        sums = self.grads.new_zeros(len(slots), d).index_add_(0, slot_of.flatten(), self.grads.flatten(0, 1))
-        return self.grads.new_zeros(b).index_add_(0, slots // self.size, sq_norm(sums))
+        return slots, slot_of.flatten()
+
+    def _exact(self, which: Tensor) -> Tensor:
+        grads = self.grads[which].to(widest(self.grads.device))
+        return Scattered(self.indices[which], grads, self.size).summed(grads)
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
         if beta == 0:
             total.zero_()
-        total.index_add_(0, self.indices.flatten(), scaled(self.grads, factors).flatten(0, 1))
+        rows, indices = scaled(self.grads, factors), self.indices.flatten()
+        if len(indices) * len(rows) > HITS and int(indices.bincount().max()) * len(rows) > HITS:
+            slots, sums = self._by_record(rows)
+            total.index_add_(0, slots % self.size, sums)
+        else:
+            total.index_add_(0, indices, rows.flatten(0, 1))
 
     def per_record(self) -> Tensor:
         b, _, d = self.grads.shape

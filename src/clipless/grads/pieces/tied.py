@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
+from clipless.grads.pieces.cancellation import never_too_small
 from clipless.grads.pieces.instantiated import Instantiated
-from clipless.grads.pieces.outer_products import CANCELLATION, OuterProducts
+from clipless.grads.pieces.outer_products import OuterProducts
 from clipless.grads.pieces.piece import Cost, Piece, sq_norm
+from clipless.grads.pieces.rows import widest
 from clipless.grads.pieces.scattered import Scattered
 
 
@@ -32,12 +35,18 @@ class Tied:
         table, matrix = self.table, self.matrix
         index = table.indices.unsqueeze(1).expand(-1, matrix.grads.shape[1], -1)  # [b,s,t]
         cross = matrix.grads.gather(2, index) * (matrix.acts @ table.grads.mT)
-        apart = table.sq_norms + matrix.sq_norms
-        total = apart + 2 * cross.sum((1, 2))
-        unsure = ~(total * CANCELLATION >= apart)
-        for record in unsure.nonzero().flatten().tolist():
-            total[record] = sq_norm(self.rows(slice(record, record + 1)).per_record())[0]
-        return total
+        squares, lengths, lost = matrix.ghost
+        total = table.summed(table.grads) + squares + 2 * cross.sum((1, 2), dtype=squares.dtype)
+        return never_too_small(total, table.lengths + lengths, table.grads.dtype, self._exact, lost)
+
+    def _exact(self, which: Tensor) -> Tensor:
+        """Squared norms of some records, from their gradients in float64, one table at a time."""
+        return torch.cat([sq_norm(self._wide(record).per_record()) for record in which.nonzero().flatten().tolist()])
+
+    def _wide(self, record: int) -> "Tied":
+        one, wide = self.rows(slice(record, record + 1)), widest(self.table.grads.device)
+        table = Scattered(one.table.indices, one.table.grads.to(wide), one.table.size)
+        return Tied(table, OuterProducts(one.matrix.acts.to(wide), one.matrix.grads.to(wide)))
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
         self.matrix.add_to(total, factors, beta)
