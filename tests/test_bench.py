@@ -398,6 +398,8 @@ def test_quick_run_with_memory_shows_a_table(tmp_path: Path) -> None:
         (["--models", ","], "no model"),
         (["--clippings", "auto-x"], "did you mean"),
         (["--scaling", "dept"], "unknown scaling axis"),
+        (["--scaling", "non"], "did you mean 'none'"),
+        (["--models", "al"], "did you mean 'all'"),
         (["--rounds", "0"], "rounds must be at least 1"),
         (["--threads", "0"], "threads must be at least 1"),
         (["--seconds-per-way", "0"], "positive"),

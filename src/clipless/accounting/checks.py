@@ -54,6 +54,20 @@ def failure_probability(value: object) -> float:
     return delta
 
 
+def large_delta_note(delta: float, records: int) -> str | None:
+    """What to say of a delta with which a whole record might be published; None for a smaller one.
+
+    >>> large_delta_note(1e-5, 60_000), large_delta_note(1e-4, 60_000)[:46]
+    (None, 'delta=0.0001 is above 1/N for N=60000: that wo')
+    """
+    if not (isinstance(delta, float) and records > 1 and 1 / records < delta < 1):
+        return None
+    return (
+        f"delta={delta:g} is above 1/N for N={records}: that would allow a record to be published as it is. Choose delta "
+        "below 1/N."
+    )
+
+
 def rate(value: object) -> float:
     """A sampling probability in (0, 1]."""
     sample_rate = real("sample_rate", value)
