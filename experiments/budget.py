@@ -1,5 +1,6 @@
 """Writes the figures and the tables of docs/budget.md: `make figures`. Nothing is trained; a minute of arithmetic."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -24,7 +25,12 @@ EXAMPLES = [
 
 
 def main() -> None:
-    rate, steps = EXAMPLES[0][2:]
+    parser = argparse.ArgumentParser(description="Compute and draw what docs/budget.md shows.")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder with budget.md, and figures in it")
+    parser.add_argument("--quick", action="store_true", help="a short run: to try the script, not to quote")
+    arguments = parser.parse_args()
+    docs, examples = arguments.docs, [(EPSILON, DELTA, 1.0, 50)] if arguments.quick else EXAMPLES
+    rate, steps = examples[0][2:]
     budget = Budget(noise_multiplier(EPSILON, DELTA, rate, steps), rate, steps, DELTA)
     with Progress() as bar:
         task = bar.add_task("computing curves", total=sum(budget.points().values()))
@@ -32,24 +38,23 @@ def main() -> None:
     for name, chart in found.items():
         picture, (axes,) = figure()
         lines(axes, chart)
-        save(picture, DOCS / "figures" / f"budget-{name}.svg")
+        save(picture, docs / "figures" / f"budget-{name}.svg")
     data = {name: plain(chart.to_dict()) for name, chart in found.items()}
     rounded = json.loads(json.dumps(data), parse_float=lambda text: float(f"{float(text):.5g}"))
-    (DOCS / "figures" / "budget.json").write_text(json.dumps(rounded, ensure_ascii=False) + "\n", encoding="utf-8")
-    write_table()
+    (docs / "figures" / "budget.json").write_text(json.dumps(rounded, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_table(examples, docs / "budget.md")
 
 
-def write_table() -> None:
+def write_table(examples: list[tuple[float, float, float, int]], page: Path) -> None:
     """Put the table of calibrations between its markers in docs/budget.md."""
     rows = ["| target ε | δ | rate | steps | " + " | ".join(f"σ, {name}" for name in ACCOUNTANTS) + " |"]
     rows.append("| " + " | ".join(["---"] * (4 + len(ACCOUNTANTS))) + " |")
-    for target, delta, rate, steps in EXAMPLES:
+    for target, delta, rate, steps in examples:
         cells = []
         for name in ACCOUNTANTS:
             z = noise_multiplier(target, delta, rate, steps, name)
             cells.append(f"{z:.4g} (ε = {epsilon(z, rate, steps, delta, name):.4g})")
         rows.append(f"| {target:g} | {delta:g} | {rate:.4g} | {steps:,} | " + " | ".join(cells) + " |")
-    page = DOCS / "budget.md"
     before, _, rest = page.read_text(encoding="utf-8").partition("<!-- table -->")
     after = rest.partition("<!-- end of table -->")[2]
     table = "<!-- table -->\n" + "\n".join(rows) + "\n<!-- end of table -->"

@@ -1,4 +1,5 @@
-"""Writes docs/models.md from the registry of rules, the list of refusals and models that are run: `make models-page`."""
+"""Writes docs/models.md, or the file that is named, from the registry of rules, the list of refusals and models that are
+run: `make models-page`."""
 
 import inspect
 import re
@@ -251,4 +252,4 @@ def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    Path(*sys.argv[1:] or [PAGE]).write_text(page(), encoding="utf-8")

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from clipless.compiled import LIBRARY
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -38,3 +40,6 @@ def has_compiler(*flags: str) -> bool:
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="there is no C compiler")
+needs_library = pytest.mark.skipif(
+    not LIBRARY.exists(), reason="the package was installed without its compiled part: pip install -e . again"
+)

@@ -226,10 +226,31 @@ def test_accumulated_parts_make_the_step_of_the_whole_batch() -> None:
         assert not torch.equal(one, start_value)
 
 
-def test_micro_batches_are_stepped_privately_and_plainly() -> None:
-    for runner in scaling.accumulated(TINY_PROBLEMS["mlp"], part=5).values():
+def test_micro_batches_are_stepped_privately_and_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step changes the weights of its own model, by parts that are as large as asked for and no larger."""
+    models: list[nn.Module] = []
+    sizes: list[int] = []
+    problem, loss = TINY_PROBLEMS["mlp"], Problem.loss
+
+    def built() -> nn.Module:
+        models.append(problem.build())
+        return models[-1]
+
+    def watched(self: Problem, logits: Tensor, targets: Tensor) -> Tensor:
+        sizes.append(len(logits))
+        return loss(self, logits, targets)
+
+    monkeypatch.setattr(Problem, "loss", watched)
+    runners = scaling.accumulated(replace(problem, build=built), part=5)
+    assert list(runners) == [PLAIN, scaling.PRIVATE]
+    for model, runner in zip(models, runners.values(), strict=True):
         for _ in range(2):
+            sizes.clear()
+            before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
             runner.step(*runner.draw())
+            assert not torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), before)
+            assert len(sizes) > 1
+            assert max(sizes) == 5
         runner.close()
 
 
@@ -398,6 +419,8 @@ def test_quick_run_with_memory_shows_a_table(tmp_path: Path) -> None:
         (["--models", ","], "no model"),
         (["--clippings", "auto-x"], "did you mean"),
         (["--scaling", "dept"], "unknown scaling axis"),
+        (["--scaling", "non"], "did you mean 'none'"),
+        (["--models", "al"], "did you mean 'all'"),
         (["--rounds", "0"], "rounds must be at least 1"),
         (["--threads", "0"], "threads must be at least 1"),
         (["--seconds-per-way", "0"], "positive"),

@@ -278,6 +278,30 @@ def test_a_repeated_step_that_differs_is_refused_before_anything_is_seen(saved: 
     run.close()
 
 
+@pytest.mark.parametrize("clipping", ["dc-p", "dc-e", "quantile"])
+def test_a_repeated_step_with_another_statistic_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clipping: str
+) -> None:
+    """The gradients are the same to the bit: the statistic of the same batch is part of what was released."""
+    run = begin(clipping=clipping)
+    run.private.save_to(tmp_path / "ledger.jsonl")
+    run.go(4).save(tmp_path / "run.pt")
+    run.go(3).close()
+    ledger = (tmp_path / "ledger.jsonl").read_bytes()
+    policy = type(run.private.plan.clipping.policy)
+    observe = policy.observe
+    monkeypatch.setattr(policy, "observe", lambda self, state, norms: observe(self, state, norms) + 1)
+    changed = begin(clipping=clipping).load(tmp_path / "run.pt")
+    with pytest.raises(ReplayDiffers, match="nothing was released"):
+        changed.go(1)
+    changed.close()
+    monkeypatch.undo()
+    again = begin(clipping=clipping).load(tmp_path / "run.pt").go(3)
+    assert torch.equal(again.weights(), run.weights())
+    assert (tmp_path / "ledger.jsonl").read_bytes() == ledger
+    again.close()
+
+
 def test_reseeding_leaves_the_lost_steps_counted_and_takes_new_noise(saved: Path, whole: Run) -> None:
     run = begin(lr=0.3).load(saved, reseed=True)
     assert (run.private.steps_taken, run.private.ledger.steps) == (7, 7)

@@ -178,6 +178,23 @@ def test_budget_marks_the_approximation(accountant: str, approximate: bool) -> N
     assert json.loads(in_process(*options, "--json"))["approximation"] == approximate
 
 
+@pytest.mark.parametrize(("delta", "large"), [("0.002", True), ("1e-5", False)])
+def test_budget_warns_of_a_delta_above_one_over_n(delta: str, large: bool) -> None:
+    options = ["budget", "--epsilon", "3", "--dataset-size", "1000", "--batch-size", "100", "--steps", "10"]
+    options += ["--delta", delta]
+    result = CliRunner().invoke(app, options, catch_exceptions=False)
+    assert (" ".join(result.stderr.split()).count("is above 1/N for N=1000") == 1) == large
+    notes = json.loads(in_process(*options, "--json"))["notes"]
+    assert ["delta below 1/N" in note for note in notes] == [True] * large
+
+
+@pytest.mark.parametrize("size", ["1" + "0" * 400, "10"])
+def test_budget_of_numbers_beyond_floats_is_refused(size: str) -> None:
+    options = ["budget", "--epsilon", "3", "--dataset-size", size, "--sample-rate", "1e-310", "--epochs", "1"]
+    with pytest.raises(clipless.errors.InvalidArgument, match="sample_rate|dataset-size"):
+        CliRunner().invoke(app, options, catch_exceptions=False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -104,6 +104,20 @@ def test_a_dry_run_shows_the_price_and_spends_nothing(tmp_path: Path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+def test_a_grid_file_without_a_list_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "grid.toml").write_text("[settings]\nepochs = 1\n")
+    result = CliRunner().invoke(app, ["tune", "--grid", str(tmp_path / "grid.toml"), "--dry-run"])
+    assert "nothing to try" in str(result.exception)
+
+
+@pytest.mark.parametrize(("delta", "large"), [("0.002", True), ("1e-5", False)])
+def test_a_dry_run_warns_once_of_a_delta_above_one_over_n(delta: str, large: bool) -> None:
+    shown = in_process(*QUICK, "--dry-run", "--delta", delta)[1]
+    assert " ".join(shown.split()).count("is above 1/N for N=1437") == large
+    notes = json.loads(in_process(*QUICK, "--dry-run", "--delta", delta, "--json")[0])["notes"]
+    assert ["delta below 1/N" in note for note in notes] == [True] * large
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -115,6 +129,9 @@ def test_a_dry_run_shows_the_price_and_spends_nothing(tmp_path: Path, monkeypatc
         (["--try", "lr=-1"], "lr is -1.0"),
         (["--try", "clipping=auto-s,none"], "cannot be one of the candidates"),
         (["--grid", "nowhere.toml"], "cannot read the grid"),
+        ([], "nothing to try: give --try"),
+        (["--dry-run"], "nothing to try: give --try"),
+        (["--clipping", "dc-e", "--lr", "0.1"], "nothing to try: give --try"),
     ],
 )
 def test_refusals_leave_nothing_behind(arguments: list[str], message: str, tmp_path: Path) -> None:

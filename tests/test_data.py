@@ -138,12 +138,46 @@ BAD: dict[str, tuple[Callable[[Path], Path | str], str]] = {
     "csv empty": (lambda p: csv(p, ""), "is empty"),
     "csv header only": (lambda p: csv(p, "a,b,class\n"), "is empty"),
     "csv one row": (lambda p: csv(p, "a,class\n1,1\n"), "out of range"),
-    "csv no header": (lambda p: csv(p, "1,2,0\n3,4,1\n"), "header"),
-    "csv text": (lambda p: csv(p, "a,class\nred,0\nblue,1\n"), "Encode text columns"),
-    "csv ragged": (lambda p: csv(p, "a,class\n1,0\n1,2,1\n"), "not a table of numbers"),
-    "csv names": (lambda p: csv(p, "a,b,class\n1,0\n2,1\n"), "3 names and 2 columns"),
-    "csv halves": (lambda p: csv(p, "a,class\n1,0.5\n2,1\n"), "not integers"),
-    "csv negative": (lambda p: csv(p, "a,class\n1,-1\n2,1\n"), "negative"),
+    "csv no header": (lambda p: csv(p, "\n1,2,0\n3,4,1\n"), "line 2 of .*t.csv has numbers. Put a header"),
+    "csv text": (
+        lambda p: csv(p, "a,b,class\n1,2,0\n\n3,red,0\n"),
+        "line 4 of .*t.csv, column 'b', is 'red', which is no number. Encode text columns as numbers",
+    ),
+    "csv text of a class": (
+        lambda p: csv(p, "a,kind\n1,cat\n"),
+        "line 2 of .*, column 'kind', is 'cat'.*number the classes 0, 1, 2",
+    ),
+    "csv empty cell": (lambda p: csv(p, "a,b,class\n1,2,0\n3,,1\n"), "line 3 of .*, column 'b', is empty. Fill it in"),
+    "csv decimal comma": (
+        lambda p: csv(p, "a;b;class\n1;2;0\n3;4,5;1\n"),
+        "line 3 of .*, column 'b', is '4,5'. Write decimals with a point",
+    ),
+    "csv nan": (
+        lambda p: csv(p, "a,b,class\n1,2,0\nnan,2,1\n"),
+        "line 3 of .*, column 'a', is 'nan', which is not finite",
+    ),
+    "csv too large": (
+        lambda p: csv(p, "a,class\n1,0\n1e39,1\n"),
+        "line 3 of .*, column 'a', is '1e39'.* not finite",
+    ),
+    "csv hash": (
+        lambda p: csv(p, "a,b,class\n1,2,0\n3,#4,1\n"),
+        "line 3 of .*, column 'b', is '#4', which is no number",
+    ),
+    "csv quoted": (lambda p: csv(p, 'a,b,class\n1,2,0\n3,"x,y",1\n'), "line 3 of .*, column 'b', is 'x,y'"),
+    "csv ragged": (lambda p: csv(p, "a,class\n1,0\n\n1,2,1\n"), "line 4 of .* has 3 cells and the header 2 names"),
+    "csv names": (
+        lambda p: csv(p, "a,b,class\n1,0\n2,1\n"),
+        "line 2 of .* has 2 cells and the header 3 names. Give every",
+    ),
+    "csv halves": (
+        lambda p: csv(p, "a,class\n1,1\n2,0.5\n"),
+        "line 3 of .*, column 'class', is '0.5', which is no integer",
+    ),
+    "csv negative": (
+        lambda p: csv(p, "a,class\n1,-1\n2,1\n"),
+        "line 2 of .*, column 'class', is '-1', which is negative",
+    ),
 }
 
 

@@ -123,6 +123,7 @@ def test_hooks_are_gone_afterwards(data: Data) -> None:
         ({"model": "mpl"}, "did you mean 'mlp'"),
         ({"clipping": "auto"}, "did you mean 'auto-"),
         ({"accountant": "plt"}, "did you mean 'pld'"),
+        ({"clipping": "non"}, "did you mean 'none'.*'auto-s'.*'none'"),
         ({"epochs": 0}, "at least one"),
         ({"batch_size": 0}, "from 1 to the 96"),
         ({"batch_size": 97}, "from 1 to the 96"),
@@ -153,6 +154,23 @@ def test_saved_run_is_complete_and_loads(data: Data, tmp_path: Path, clipping: s
     copy = nn.Sequential(nn.Flatten(), nn.Linear(8, 3))
     copy.load_state_dict(torch.load(path.with_name("model.pt"), weights_only=True))
     assert training.accuracy(copy, data.test) == result.accuracy
+
+
+@pytest.mark.parametrize(("clipping", "accountant"), [("auto-s", "gdp"), ("auto-s", "pld"), ("none", "gdp")])
+def test_a_saved_run_says_whether_its_epsilon_is_an_approximation(
+    data: Data, tmp_path: Path, clipping: str, accountant: str
+) -> None:
+    result = train(data, replace(QUICK, clipping=clipping, accountant=accountant, epochs=1))
+    run = json.loads(save_run(result, tmp_path).read_text())
+    assert run["approximation"] is ((clipping, accountant) == ("auto-s", "gdp"))
+    assert ["may understate epsilon" in note for note in run["notes"]] == [True] * run["approximation"]
+
+
+@pytest.mark.parametrize("seed", [None, 0, 7])
+def test_a_seed_is_called_known_only_if_there_is_one(data: Data, tmp_path: Path, seed: int | None) -> None:
+    run = json.loads(save_run(train(data, replace(QUICK, seed=seed, epochs=1)), tmp_path).read_text())
+    assert run["arguments"]["seed"] == seed
+    assert ("arguments.seed" in run["not_private"]) == (seed is not None)
 
 
 def test_only_what_may_be_shown_is_reported(data: Data, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from clipless.accounting import (
     scheduled_epsilon,
     scheduled_multiplier,
 )
+from clipless.accounting.checks import large_delta_note
 from clipless.clipping import Clipping
 from clipless.errors import InvalidArgument, named, whole
 from clipless.partition import Partition
@@ -221,12 +222,8 @@ def policy_setting(
 
 
 def _warn_of_large_delta(delta: float, dataset_size: int) -> None:
-    if isinstance(delta, float) and dataset_size > 1 and 1 / dataset_size < delta < 1:
-        warnings.warn(
-            f"delta={delta:g} is above 1/N for N={dataset_size}: that would allow a record to be published as it is. Choose "
-            "delta below 1/N.",
-            stacklevel=5,
-        )
+    if note := large_delta_note(delta, dataset_size):
+        warnings.warn(note, stacklevel=5)
 
 
 def _expected_batch(batch_size: int | None, dataset_size: int) -> int:

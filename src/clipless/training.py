@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from clipless import models
+from clipless.accounting import ACCOUNTANTS
+from clipless.clipping import CLIPPINGS
 from clipless.data import Data
 from clipless.durable import replace_file
 from clipless.errors import InvalidArgument, unknown_name
@@ -32,8 +34,11 @@ SMALL_BATCH = 100_000
 NOT_PRIVATE = {
     "metrics.test_accuracy": "computed from the test records, which the guarantee does not cover",
     "metrics.test_accuracy_per_epoch": "computed from the test records, which the guarantee does not cover",
-    "arguments.seed": "with a seed, whoever knows it can subtract the noise: do not publish such a run as private",
 }
+SEEDED = {
+    "arguments.seed": "whoever knows the seed can subtract the noise: do not publish such a run as private",
+}
+APPROXIMATION = "gdp is an approximation and may understate epsilon; pld and rdp are guarantees."
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,11 @@ class Result:
     def accuracy(self) -> float:
         """On the test set, after the last epoch: never the best epoch, which would be a choice made by test records."""
         return self.accuracies[-1]
+
+    @property
+    def approximation(self) -> bool:
+        """Whether epsilon can lie below the truth: then it is no guarantee."""
+        return self.settings.private and ACCOUNTANTS[self.settings.accountant].approximation
 
     def metrics(self) -> dict[str, Any]:
         return {
@@ -218,7 +228,8 @@ def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int = 1024) -
 
 
 def save_run(result: Result, out: Path) -> Path:
-    """Write `model.pt` (a state_dict) and `run.json` (arguments, plan, ledger, history, metrics, versions).
+    """Write `model.pt` (a state_dict) and `run.json` (arguments, plan, ledger, history, metrics, versions, and whether
+    epsilon is an approximation).
 
     Returns the path of the latter. Each file appears whole or not at all. Files of an earlier run in the same folder,
     whose ledger may still be needed, are kept as `model.1.pt` and `run.1.json`, counting up. The checkpoint of this run
@@ -233,7 +244,9 @@ def save_run(result: Result, out: Path) -> Path:
         "ledger_file": result.ledger_file,
         "history": result.history,
         "metrics": result.metrics(),
-        "not_private": NOT_PRIVATE,
+        "approximation": result.approximation,
+        "notes": [APPROXIMATION] if result.approximation else [],
+        "not_private": NOT_PRIVATE if result.settings.seed is None else NOT_PRIVATE | SEEDED,
         "versions": {name: version(name) for name in ("clipless", "torch", "numpy", "dp-accounting")}
         | {"python": platform.python_version()},
     }
@@ -257,6 +270,8 @@ def check_writable(out: Path) -> None:
 
 
 def _checked(data: Data, settings: Settings) -> OptimizerChoice:
+    if settings.clipping not in (*CLIPPINGS, "none"):
+        raise unknown_name("clipping", settings.clipping, [*CLIPPINGS, "none"])
     if settings.optimizer not in OPTIMIZERS:
         raise unknown_name("optimizer", settings.optimizer, OPTIMIZERS)
     if settings.epochs < 1:

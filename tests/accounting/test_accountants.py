@@ -1,19 +1,23 @@
 import ast
+import itertools
 import logging
 import math
 import pathlib
+import statistics
 
 import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
+from dp_accounting.pld import PLDAccountant, pld_pmf, privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import clipless.accounting
-from clipless.accounting import ACCOUNTANTS, StepEvent, epsilon
+from clipless.accounting import ACCOUNTANTS, StepEvent, checks, epsilon, pld
+from clipless.accounting.accountants import Accountant
+from clipless.accounting.composition import Total, epsilon_at
 from clipless.accounting.pld import MAX_POINTS, _direction
 from clipless.accounting.release import Release, coarser
 from clipless.errors import InvalidArgument, InvalidType
@@ -208,6 +212,14 @@ def test_pld_is_never_above_rdp_by_more_than_its_grid(problem):
     assert epsilon(*problem, "pld") <= 1.001 * epsilon(*problem, "rdp")
 
 
+def test_rdp_is_as_loose_as_the_documents_say():
+    problems = itertools.product((1e-3, 1e-2, 0.1), (100, 3000), (1e-9, 1e-5), (0.7, 1.2, 3.0))
+    over = [epsilon(z, q, t, d, "rdp") / epsilon(z, q, t, d, "pld") - 1 for q, t, d, z in problems]
+    assert 0.05 < statistics.median(over) < 0.2
+    there, further = (epsilon(10.46, q, 629_639, 1e-7, "rdp") for q in (0.77, 0.94))
+    assert further < there  # an upper bound that is not monotone in the rate
+
+
 def test_gdp_can_under_report_and_is_marked():
     problem = (0.5, 0.001, 10_000, 1e-6)
     assert epsilon(*problem, "gdp") < 0.7 * epsilon(*problem, "pld")
@@ -245,6 +257,63 @@ def test_composition_by_fourier_transform_stays_above_the_exact_value(removing, 
     exact = dp_accounting.get_epsilon_gaussian(noise / math.sqrt(steps), delta)
     bound, _ = _direction((Release(1.0, noise, steps),), delta, removing=removing, points=MAX_POINTS)
     assert exact <= bound <= 1.01 * exact
+
+
+@pytest.mark.parametrize("points", [-40, 0, 300])
+@pytest.mark.parametrize("delta", [1e-9, 1e-3, 0.3, 0.999])
+def test_reading_epsilon_agrees_with_dp_accounting(points, delta):
+    chance = np.random.default_rng(points + 40)
+    masses = chance.random(400) ** 8
+    masses /= 1.01 * masses.sum()
+    theirs = pld_pmf.DensePLDPmf(0.02, points, masses, 1e-9, True).get_epsilon_for_delta(delta)
+    assert epsilon_at(Total(points, masses, 1e-9), 0.02, delta) == pytest.approx(theirs, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("shift", [0, 600, 715, 730, 744, 800, 5000])
+def test_a_large_epsilon_is_read_as_exactly_as_a_small_one(shift):
+    """e^-loss is subnormal from 709 on and 0 from 745 on. One loss of chance p: epsilon = loss + log(1 - delta / p)."""
+    one = Total(100 * shift, np.array([0.5, *[0.0] * 99, 1e-4]), 0.0)
+    assert epsilon_at(one, 0.01, 1e-5) == pytest.approx(shift + 1 + math.log(0.9), rel=1e-12)
+    assert epsilon_at(one._replace(infinity=2e-5), 0.01, 1e-5) == math.inf
+
+
+def test_epsilon_changes_smoothly_where_exponentials_underflow():
+    """720 lies between: full batches say 1645 at this noise, and Rényi divergences 1398."""
+    noises = np.linspace(0.535, 0.565, 13)
+    found = [epsilon(float(z), 0.5, 1000, 1e-5) for z in noises]
+    assert found[0] > 745
+    assert found[-1] < 709
+    assert all(0 < one - other < 11 for one, other in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_an_infinite_answer_is_not_tight(broken, monkeypatch):
+    if broken:
+        monkeypatch.setattr(pld, "epsilon_at", lambda *_: math.inf)
+    spent, tight = _direction((Release(0.01, 1.0, 100),), 1e-5, removing=True, points=MAX_POINTS)
+    assert (math.isfinite(spent), tight) == (not broken, not broken)
+    if broken:
+        assert pld.pld_epsilon((Release(0.01, 1.0, 100),), 1e-5) == epsilon(1.0, 0.01, 100, 1e-5, "rdp")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        (0.576, 1e-5, 292_366, 1e-5),
+        (0.574, 3.71e-5, 4_648_060, 4.2e-7),
+        (0.409, 6.27e-7, 230_248, 1.2e-4),
+        (0.464, 1.3e-6, 1161, 5.8e-5),
+    ],
+)
+def test_pld_is_tight_at_tiny_rates(problem):
+    noise, rate, steps, delta = problem
+    finer, _ = _direction((Release(rate, noise, steps),), delta, removing=True, points=8 * MAX_POINTS)
+    assert epsilon(*problem) <= 1.01 * finer
+
+
+def test_what_is_not_a_number_is_not_an_epsilon_of_0():
+    broken = Accountant("broken", approximation=False, bound=lambda releases, delta: math.nan)
+    assert broken.epsilon(((StepEvent(0.1, 1.0), 1),), 1e-5) == math.inf
 
 
 @bounds
@@ -298,6 +367,47 @@ def test_bad_arguments_are_refused_with_a_remedy(change, error, message):
     arguments = {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 10, "delta": 1e-5} | change
     with pytest.raises(error, match=message):
         epsilon(**arguments)
+
+
+@every
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"noise_multiplier": 10**400},
+        {"noise_multiplier": 1e154},
+        {"noise_multiplier": 1e300},
+        {"sample_rate": 5e-324},
+        {"sample_rate": 1e-310},
+        {"steps": 10**400},
+        {"steps": 2**63},
+        {"delta": 5e-324},
+        {"delta": 1e-310},
+    ],
+    ids=lambda change: f"{next(iter(change))}-1e{math.log10(next(iter(change.values()))):.0f}",
+)
+def test_numbers_beyond_floats_are_refused(name, change):
+    arguments = {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 10, "delta": 1e-5} | change
+    with pytest.raises(InvalidArgument, match=next(iter(change))):
+        epsilon(**arguments, accountant=name)
+
+
+@every
+@pytest.mark.parametrize("rate", [checks.SMALLEST, 0.5, 1.0])
+@pytest.mark.parametrize("noise", [checks.SMALLEST, 1e-50, 1.0, 1e50, checks.LARGEST])
+def test_numbers_at_the_limits_are_computed_with(name, noise, rate):
+    for steps, delta in ((1, 0.5), (checks.MOST_STEPS, checks.LEAST_DELTA)):
+        spent = epsilon(noise, rate, steps, delta, name)
+        assert spent >= 0
+        assert spent <= epsilon(noise, 1.0, steps, delta, name) or name == "gdp"
+
+
+@every
+def test_events_with_more_noise_than_can_be_computed_with_are_charged_for_less(name):
+    def spent(noise, delta=1e-5):
+        return ACCOUNTANTS[name].epsilon(((StepEvent(0.1, noise), 3),), delta)
+
+    assert spent(1e300) == spent(1e100)
+    assert spent(1.0, delta=1e-310) == math.inf
 
 
 def test_numpy_scalars_are_numbers():

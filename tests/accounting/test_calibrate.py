@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipless.accounting import ACCOUNTANTS, epsilon, noise_multiplier, scheduled_epsilon, scheduled_multiplier
-from clipless.accounting.calibrate import LEAST_MULTIPLIER
+from clipless.accounting.calibrate import LEAST_MULTIPLIER, MOST_MULTIPLIER, SAME, OutOfReach, search
 from clipless.errors import InvalidArgument, InvalidType
 
 # epsilon, delta, sample_rate, steps
@@ -106,6 +106,49 @@ def test_noise_that_varies_by_any_schedule_is_calibrated(name, target, delta, ra
 def test_a_delta_above_the_chance_of_being_sampled_needs_next_to_no_noise():
     assert noise_multiplier(1.0, 1e-3, 1e-6, 10) == LEAST_MULTIPLIER
     assert epsilon(LEAST_MULTIPLIER, 1e-6, 10, 1e-3) <= 1.0
+
+
+@pytest.mark.parametrize("jump", [0.01, 0.7, 2.0, 500.0])
+@pytest.mark.parametrize("start", [1e-3, 1.0, 1e5])
+@pytest.mark.parametrize(("before", "after"), [(5.0, 1.0), (math.inf, 0.0), (3.0 + 1e-9, 2.0), (math.nan, 1.0)])
+def test_at_a_jump_the_safe_side_is_returned(jump, start, before, after):
+    z = search(lambda z: before if z < jump else after, target=3.0, start=start)
+    assert jump <= z <= jump * SAME
+
+
+@pytest.mark.parametrize("least", [3.1, math.inf, math.nan])
+def test_what_no_noise_can_reach_is_refused_soon(least):
+    tried = []
+
+    def spent(z):
+        tried.append(z)
+        return least * (1 + 1 / z)
+
+    with pytest.raises(OutOfReach, match="larger epsilon"):
+        search(spent, target=3.0, start=1.0)
+    assert MOST_MULTIPLIER <= tried[-1] < math.inf
+    assert len(tried) < 50
+
+
+@pytest.mark.parametrize("name", list(ACCOUNTANTS))
+@pytest.mark.parametrize("problem", [(1e-3, 1e-5, 0.01, 10**9), (1e-3, 1e-5, 0.5, 10**12)])
+def test_very_long_runs_are_calibrated(name, problem):
+    """Rounding, which is charged for every step, exceeds the target here; full batches bound what a step costs."""
+    target, delta, rate, steps = problem
+    z = noise_multiplier(*problem, name)
+    assert 0.99 * target <= epsilon(z, rate, steps, delta, name) <= target
+
+
+@pytest.mark.parametrize("name", list(ACCOUNTANTS))
+@pytest.mark.parametrize(
+    "change",
+    [{"epsilon": 10**400}, {"epsilon": 1e-310}, {"delta": 1e-310}, {"sample_rate": 1e-310}, {"steps": 10**400}],
+    ids=lambda change: next(iter(change)),
+)
+def test_numbers_beyond_floats_are_refused(name, change):
+    arguments = {"epsilon": 1.0, "delta": 1e-5, "sample_rate": 0.1, "steps": 10} | change
+    with pytest.raises(InvalidArgument, match=next(iter(change))):
+        noise_multiplier(**arguments, accountant=name)
 
 
 @pytest.mark.parametrize(

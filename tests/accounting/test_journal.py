@@ -1,6 +1,7 @@
 """The ledger on disk: what it keeps, what a crash leaves, and that no change of it makes a run look cheaper."""
 
 import fcntl
+import gc
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from clipless.accounting import Ledger, StepEvent
 from clipless.accounting.chain import LedgerFile, entry_line, read_ledger, sealed
 from clipless.accounting.journal import Journal
 from clipless.errors import CliplessError, DamagedFile, InvalidArgument, LedgerInUse, Misuse, ReplayDiffers, TornLedger
+from syncing import Call, recorded
 
 FIRST, SECOND = StepEvent(0.2, 2.0), StepEvent(0.2, 1.0, (8.0,))
 EVENTS = (FIRST, FIRST, FIRST, SECOND, SECOND, SECOND)
@@ -166,8 +168,54 @@ def test_a_child_process_neither_writes_nor_keeps_the_lock(path: Path) -> None:
 def test_a_forgotten_journal_gives_its_lock_back(path: Path) -> None:
     journal = create(path)
     found = read_ledger(path)
+    with pytest.raises(LedgerInUse):
+        reopened(found, 0)
     del journal
-    reopened(found, 0).close()
+    gc.collect()
+    again = reopened(found, 0)
+    assert again.record(FIRST, None)
+    again.close()
+    assert read_ledger(path).ledger().events == ((FIRST, 1),)
+
+
+# What is on disk, and when.
+
+
+def test_a_new_ledger_is_synced_before_it_appears_and_its_folder_after(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past = Ledger()
+    past.record(FIRST, 2)
+    calls = recorded(monkeypatch)
+    create(path, past).close()
+    file, size = path.stat().st_ino, path.stat().st_size
+    assert calls == [
+        Call("sync file", file, size),
+        Call("link", file, size),
+        Call("sync folder", path.parent.stat().st_ino, 0),
+    ]
+
+
+def test_every_line_is_synced_before_record_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = create(path)
+    calls = recorded(monkeypatch)
+    for number, event in enumerate(EVENTS, start=1):
+        journal.record(event, None)
+        assert len(calls) == number
+        assert calls[-1] == Call("sync file", path.stat().st_ino, path.stat().st_size)
+    journal.close()
+    assert len({call.size for call in calls}) == len(EVENTS)
+
+
+def test_the_rest_of_a_torn_line_is_synced_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = written(path, 3)
+    line, _ = entry_line(4, found.head, SECOND, "print3")
+    path.write_bytes(path.read_bytes() + line[:50])
+    journal = reopened(found, 3)
+    calls = recorded(monkeypatch)
+    assert journal.record(SECOND, "print3")
+    assert calls == [Call("sync file", path.stat().st_ino, path.stat().st_size)]
+    journal.close()
 
 
 # What a crash leaves.

@@ -334,3 +334,33 @@ def test_a_damaged_event_is_refused(damage: dict[str, object]) -> None:
 def test_what_cannot_be_meant_is_refused(call: object, message: str) -> None:
     with pytest.raises(CliplessError, match=message):
         call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: LiuTalwar(3, 0.0), "without a chance to stop"),
+        (lambda: LiuTalwar(3, -0.1), "stop_probability must lie in"),
+        (lambda: LiuTalwar(3, 1.5), "1 / \\(2 \\* candidates\\) is usual, here 0.166"),
+        (lambda: LiuTalwar(3, 5e-324), "stop_probability must lie in"),
+        (lambda: LiuTalwar(3, math.nan), "NaN"),
+        (lambda: LiuTalwar(3, 0.1, delta2=0.0), "delta2 must lie in"),
+        (lambda: LiuTalwar(3, 0.1, delta2=1.0), "delta2 must lie in"),
+        (lambda: LiuTalwar(3, 0.1).total(-0.1, 1e-9), "no promise of a run"),
+        (lambda: LiuTalwar(3, 0.1).total(math.nan, 1e-9), "NaN"),
+        (lambda: LiuTalwar(3, 0.1).total(0.1, -1e-9), "no promise of a run"),
+        (lambda: LiuTalwar(3, 0.1).total(0.1, 0.6), "between 0 and 1/2"),
+        (lambda: LiuTalwar(3, 0.1).total(0.1, 0.4), "promises nothing: choose at most"),
+        (lambda: LiuTalwar(3, 0.1).epsilon([full_batch(60.0)] * 2, 1e-5), "each needs a run"),
+        (lambda: LiuTalwar(3, 0.1).epsilon([], 1e-5), "each needs a run"),
+    ],
+)
+def test_random_stopping_checks_what_its_theorem_needs(call: object, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        call()  # type: ignore[operator]
+
+
+def test_random_stopping_promises_nothing_where_its_own_delta_exceeds_the_total() -> None:
+    method = LiuTalwar(3, 0.1, delta2=1e-5)
+    assert method.epsilon([full_batch(60.0)] * 3, 1e-5) == math.inf
+    assert method.epsilon([full_batch(60.0)] * 3, 2e-5) < math.inf

@@ -15,7 +15,7 @@ from clipless.grads import compiled_lstm
 from clipless.grads.cells import CELLS, Cell, Moment, Slopes, Weights
 from clipless.grads.recurrence import forward
 from clipless.preflight import relative_error
-from compiling import needs_compiler
+from compiling import needs_compiler, needs_library
 from problems import losses
 
 pytestmark = [
@@ -38,6 +38,7 @@ def both_ways(cell: Cell, sums: Tensor, c: Tensor, of_h: Tensor, of_c: Tensor) -
     return [new_h, new_c, gates, of_c]
 
 
+@needs_library
 @given(st.integers(0, 5), st.integers(1, 40), st.sampled_from([0.1, 1.0, 10.0]), st.integers(0, 10**6), st.data())
 def test_it_does_what_torch_does(b: int, width: int, size: float, seed: int, data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -55,6 +56,7 @@ def test_it_does_what_torch_does(b: int, width: int, size: float, seed: int, dat
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6 * max(size, 1), equal_nan=True)
 
 
+@needs_library
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
 @pytest.mark.parametrize("b", [1, 2, 5, 7, 16])
 def test_every_row_is_computed_however_many_threads_there_are(
@@ -74,6 +76,7 @@ def test_every_row_is_computed_however_many_threads_there_are(
         torch.testing.assert_close(many, torchs, rtol=1e-5, atol=2e-6)
 
 
+@needs_library
 def test_it_is_as_exact_as_float32_is() -> None:
     sums = torch.linspace(-20, 20, 4 * 5000).view(50, 4, 100)
     c, of_h, of_c = (torch.linspace(-3, 3, 5000).view(50, 100).roll(shift) for shift in (0, 1000, 3000))
@@ -99,11 +102,17 @@ def test_without_it_the_engine_agrees_with_the_oracle_too(name: str, monkeypatch
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "is_it"),
-    [("lstm", torch.float32, True), ("lstm", torch.float64, False), ("gru", torch.float32, False)],
+    [
+        pytest.param("lstm", torch.float32, True, marks=needs_library),
+        ("lstm", torch.float64, False),
+        ("gru", torch.float32, False),
+    ],
 )
 def test_it_is_used_where_it_fits(kind: str, dtype: torch.dtype, is_it: bool) -> None:
     module = {"lstm": nn.LSTM, "gru": nn.GRU}[kind](3, 4, dtype=dtype)
     weights = Weights(*(p.detach() for p in module.parameters()), None)  # type: ignore[arg-type]
     state = tuple(torch.zeros(1, 2, 4, dtype=dtype) for _ in range(2 if kind == "lstm" else 1))
     passage = forward(CELLS[kind], [[weights]], torch.ones(5, 2, 3, dtype=dtype), state, [2] * 5)
-    assert (passage.traces[0].cell is compiled_lstm.compiled()) == is_it
+    used = passage.traces[0].cell
+    assert (used is compiled_lstm.compiled()) == is_it
+    assert (used is CELLS[kind]) != is_it

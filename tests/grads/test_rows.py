@@ -13,7 +13,7 @@ from clipless.grads.pieces import Instantiated, OuterProducts, Share, add_all, r
 from clipless.grads.pieces.rows import Weighted, add_rows, squared_lengths
 from clipless.grads.rules import norm_sums
 from clipless.grads.rules.norm_sums import compiled as compiled_sums
-from compiling import needs_compiler
+from compiling import needs_library
 
 WIDTHS = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([2047, 2048, 2049, 9000])), min_size=1, max_size=5)
 
@@ -151,7 +151,7 @@ def test_a_record_that_is_not_finite_stays_so_and_alone(bad: float) -> None:
     assert scale.isfinite().all(1).tolist() == [True, False, True]
 
 
-@needs_compiler
+@needs_library
 def test_the_compiled_form_is_as_exact_as_torchs() -> None:
     fast = compiled_sums()
     assert fast is not None

@@ -1,5 +1,6 @@
 """Policies inside a private run: what they cost, what they release, and that nothing is lost on the way."""
 
+import inspect
 import math
 
 import pytest
@@ -12,12 +13,14 @@ from torch.utils.data import TensorDataset
 
 import clipless
 from clipless.accounting import joint_multiplier
-from clipless.clipping import CLIPPINGS, Clipping
+from clipless.clipping import CLIPPINGS, RULES, Clipping, as_rule
 from clipless.noise import SeededNoise
 from clipless.plan import noise_stddevs
+from clipless.thresholds import Constant
 from problems import PROBLEMS, losses
 
 RELEASING = ["dc-p", "dc-e", "quantile"]
+TAKING_A_RULE = [name for name, make in CLIPPINGS.items() if "rule" in inspect.signature(make).parameters]
 SIGMA, RECORDS, BATCH, STEPS = 1.2, 120, 30, 10
 
 
@@ -168,13 +171,19 @@ def test_thresholds_survive_a_resume(name: str) -> None:
     assert second.private.history.to_dict() == uninterrupted.private.history.to_dict()
 
 
-@pytest.mark.parametrize("name", CLIPPINGS)
-@pytest.mark.parametrize("rule", ["abadi", "auto-s", "auto-v", "global"])
+@pytest.mark.parametrize("name", TAKING_A_RULE)
+@pytest.mark.parametrize("rule", RULES)
 def test_policies_go_with_every_rule(name: str, rule: str) -> None:
-    if name in ("decay", *RELEASING):
-        run = Run(CLIPPINGS[name](rule=rule, groups="per-parameter")).go()
-        assert run.weights().isfinite().all()
-        assert run.private.ledger.steps == STEPS
+    run = Run(CLIPPINGS[name](rule=rule, groups="per-parameter")).go()
+    assert run.private.plan.clipping.rule == as_rule(rule)
+    assert run.weights().isfinite().all()
+    assert run.private.ledger.steps == STEPS
+
+
+def test_every_policy_that_adapts_takes_a_rule() -> None:
+    assert {"decay", *RELEASING} <= set(TAKING_A_RULE)
+    fixed = set(CLIPPINGS) - set(TAKING_A_RULE)
+    assert all(isinstance(CLIPPINGS[name]().policy, Constant) for name in fixed)
 
 
 @pytest.mark.parametrize("name", RELEASING)

@@ -14,7 +14,7 @@ from clipless.accounting.rdp import rdp_epsilon
 from clipless.accounting.release import Release, coarser, releases
 from clipless.errors import unknown_name
 
-NO_NOISE = 1e-100
+NO_NOISE, MOST_NOISE = checks.SMALLEST, checks.LARGEST
 MAX_RELEASES = 64
 
 
@@ -29,13 +29,16 @@ class Accountant:
     def epsilon(self, events: Sequence[tuple[StepEvent, int]], delta: float) -> float:
         """Epsilon at delta after each event happened `count` times; 0 for no events, infinite if one had no noise.
 
-        Noise below `NO_NOISE` counts as none. More than `MAX_RELEASES` different steps are rounded to that many, each to
+        Noise below `NO_NOISE` counts as none, more than `MOST_NOISE` as that. A delta below `checks.LEAST_DELTA` has no
+        finite epsilon. More than `MAX_RELEASES` different steps are rounded to that many, each to
         a costlier one: by at most 1 % in noise where the noise changes by a factor of 2 over the run.
         """
-        spent = coarser(releases(events), MAX_RELEASES)
+        spent = coarser(
+            tuple(r._replace(noise_multiplier=min(r[1], MOST_NOISE)) for r in releases(events)), MAX_RELEASES
+        )
         if not spent:
             return 0.0
-        if any(release.noise_multiplier < NO_NOISE for release in spent):
+        if delta < checks.LEAST_DELTA or any(release.noise_multiplier < NO_NOISE for release in spent):
             return math.inf
         return _epsilon(self, spent, delta)
 
@@ -65,11 +68,12 @@ def accountant_named(name: str) -> Accountant:
 def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld") -> float:
     """What `steps` steps of DP-SGD spend at `delta`, for adding or removing one record, with Poisson batches.
 
-    "pld" (tight) and "rdp" are upper bounds. "gdp" is an approximation that can under-report.
+    "pld" (tight) and "rdp" are upper bounds. "gdp" is an approximation that can under-report. Numbers too small or too
+    large to compute with are refused: `clipless.accounting.checks` has the limits.
 
     >>> round(epsilon(noise_multiplier=1.1, sample_rate=0.01, steps=1000, delta=1e-5), 2)
     1.52
     """
-    event = StepEvent(checks.rate(sample_rate), checks.positive_multiplier("noise_multiplier", noise_multiplier))
+    event = StepEvent(checks.rate(sample_rate), checks.usable_multiplier("noise_multiplier", noise_multiplier))
     count = checks.step_count(steps)
     return accountant_named(accountant).epsilon(((event, count),), checks.failure_probability(delta))

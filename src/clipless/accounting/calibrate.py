@@ -8,13 +8,21 @@ from typing import NamedTuple
 from clipless.accounting import checks
 from clipless.accounting.accountants import accountant_named
 from clipless.accounting.accountants import epsilon as epsilon_of
+from clipless.errors import InvalidArgument
 
 LEAST_MULTIPLIER = 1e-3
 TOLERANCE = 0.008
-# Trials by secant before the search falls back to halving its bracket.
+# Beyond this no noise is enough.
+MOST_MULTIPLIER = 1e18
+# Trials by secant before the search falls back to halving its bracket, or to strides where it has none.
 PATIENCE = 8
 # Two multipliers this close are the same: what lies between them is a jump of the accountant.
 SAME = 1 + 1e-4
+STRIDE = 8
+
+
+class OutOfReach(InvalidArgument):
+    """A promise that no amount of noise keeps."""
 
 
 def noise_multiplier(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "pld") -> float:
@@ -22,7 +30,8 @@ def noise_multiplier(epsilon: float, delta: float, sample_rate: float, steps: in
 
     Promise: `clipless.epsilon` of the result is never above `epsilon`, and at least 99 % of it. The one exception: where
     delta exceeds the chance that a record is ever sampled, "pld" finds that any noise will do and answers with
-    `LEAST_MULTIPLIER`. Then choose a smaller delta.
+    `LEAST_MULTIPLIER`. Then choose a smaller delta. Raises `OutOfReach`, an `InvalidArgument`, where not even
+    `MOST_MULTIPLIER` is enough.
 
     >>> z = noise_multiplier(epsilon=3.0, delta=1e-5, sample_rate=0.01, steps=1000)
     >>> 2.97 < epsilon_of(z, sample_rate=0.01, steps=1000, delta=1e-5) <= 3.0
@@ -52,7 +61,10 @@ class _Trial(NamedTuple):
 
 
 def search(spent: Callable[[float], float], target: float, start: float) -> float:
-    """Bracket the target and close in on it from the safe side. What is returned was tried and found to be enough."""
+    """Bracket the target and close in on it from the safe side. What is returned was tried and found to be enough.
+
+    An epsilon that is not a number is never enough.
+    """
     aim = target * (1 - TOLERANCE / 4)
     trials: list[_Trial] = []
     too_little, enough = 0.0, math.inf
@@ -60,25 +72,31 @@ def search(spent: Callable[[float], float], target: float, start: float) -> floa
     while True:
         trial = _Trial(z, spent(z))
         trials.append(trial)
-        if trial.epsilon > target:
-            too_little = z
-        else:
+        if trial.epsilon <= target:
             enough = z
             if trial.epsilon >= target * (1 - TOLERANCE) or z == LEAST_MULTIPLIER:
                 return z
+        else:
+            too_little = z
+            if z >= MOST_MULTIPLIER:
+                raise OutOfReach(
+                    f"no noise multiplier up to {MOST_MULTIPLIER:g} brings epsilon down to {target:g}: choose a larger "
+                    "epsilon or delta, or fewer steps."
+                )
         if enough <= too_little * SAME:
             return enough
         z = max(_next(trials, aim, too_little, enough), LEAST_MULTIPLIER)
 
 
 def _next(trials: list[_Trial], aim: float, too_little: float, enough: float) -> float:
-    """The multiplier to try next: by secant, kept inside the bracket, or within a factor of 8 while there is none."""
+    """The multiplier to try next: by secant, kept inside the bracket, or within a stride while there is none."""
     z = _secant(trials, aim)
+    patient = len(trials) <= PATIENCE
     if too_little == 0:
-        return min(max(z, enough / 8), enough / 1.01)
+        return min(max(z, enough / STRIDE), enough / (1.01 if patient else STRIDE))
     if enough == math.inf:
-        return max(min(z, too_little * 8), too_little * 1.01)
-    if len(trials) > PATIENCE or not too_little < z < enough:
+        return max(min(z, too_little * STRIDE), too_little * (1.01 if patient else STRIDE))
+    if not patient or not too_little < z < enough:
         return math.sqrt(too_little * enough)
     return z
 

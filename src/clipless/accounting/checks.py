@@ -5,6 +5,11 @@ from numbers import Integral, Real
 
 from clipless.errors import InvalidArgument, InvalidType
 
+# Beyond these, squares and products leave the range of floats. No run comes near them.
+SMALLEST, LARGEST = 1e-100, 1e100
+LEAST_DELTA = 1e-300
+MOST_STEPS = 10**15
+
 
 def real(name: str, value: object) -> float:
     """A number that is not NaN, as a float.
@@ -14,9 +19,13 @@ def real(name: str, value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidType(f"{name} must be a number, got {value!r} of type {type(value).__name__}; pass a float.")
-    if math.isnan(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        raise InvalidArgument(f"{name} does not fit into a float; give at most {LARGEST:g}.") from None
+    if math.isnan(number):
         raise InvalidArgument(f"{name} is NaN; look for the division or the logarithm that made it.")
-    return float(value)
+    return number
 
 
 def target_epsilon(value: object) -> float:
@@ -26,6 +35,10 @@ def target_epsilon(value: object) -> float:
         raise InvalidArgument(
             f"epsilon must be finite and above 0, got {epsilon}; usual targets lie between 0.1 and 10."
         )
+    if not SMALLEST <= epsilon <= LARGEST:
+        raise InvalidArgument(
+            f"epsilon is {epsilon}, too small or too large to compute with; usual targets lie between 0.1 and 10."
+        )
     return epsilon
 
 
@@ -34,7 +47,25 @@ def failure_probability(value: object) -> float:
     delta = real("delta", value)
     if not 0 < delta < 1:
         raise InvalidArgument(f"delta must lie in (0, 1), got {delta}; choose it below 1 / (number of records).")
+    if delta < LEAST_DELTA:
+        raise InvalidArgument(
+            f"delta is {delta}, too small to compute with: choose at least {LEAST_DELTA:g}; 1e-10 is small."
+        )
     return delta
+
+
+def large_delta_note(delta: float, records: int) -> str | None:
+    """What to say of a delta with which a whole record might be published; None for a smaller one.
+
+    >>> large_delta_note(1e-5, 60_000), large_delta_note(1e-4, 60_000)[:46]
+    (None, 'delta=0.0001 is above 1/N for N=60000: that wo')
+    """
+    if not (isinstance(delta, float) and records > 1 and 1 / records < delta < 1):
+        return None
+    return (
+        f"delta={delta:g} is above 1/N for N={records}: that would allow a record to be published as it is. Choose delta "
+        "below 1/N."
+    )
 
 
 def rate(value: object) -> float:
@@ -43,6 +74,10 @@ def rate(value: object) -> float:
     if not 0 < sample_rate <= 1:
         raise InvalidArgument(
             f"sample_rate must lie in (0, 1], got {sample_rate}; it is expected batch / number of records."
+        )
+    if sample_rate < SMALLEST:
+        raise InvalidArgument(
+            f"sample_rate is {sample_rate}, too small to compute with; it is expected batch / number of records."
         )
     return sample_rate
 
@@ -53,6 +88,8 @@ def step_count(value: object) -> int:
         raise InvalidType(f"steps must be an int, got {value!r} of type {type(value).__name__}; round it first.")
     if value < 1:
         raise InvalidArgument(f"steps must be at least 1, got {value}; a run without steps spends nothing.")
+    if int(value) > MOST_STEPS:
+        raise InvalidArgument(f"steps must be at most {MOST_STEPS:.0e}: more cannot be computed with, nor trained.")
     return int(value)
 
 
@@ -69,4 +106,12 @@ def positive_multiplier(name: str, value: object) -> float:
     ratio = multiplier(name, value)
     if ratio == 0:
         raise InvalidArgument(f"{name} must be above 0, got 0: without noise no finite epsilon exists.")
+    return ratio
+
+
+def usable_multiplier(name: str, value: object) -> float:
+    """A ratio of noise to sensitivity above 0 with which epsilon can be computed; infinity means nothing released."""
+    ratio = positive_multiplier(name, value)
+    if LARGEST < ratio < math.inf:
+        raise InvalidArgument(f"{name} is {ratio}: give at most {LARGEST:g}, or infinity for nothing released.")
     return ratio

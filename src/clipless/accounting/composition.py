@@ -12,6 +12,8 @@ from scipy import fft
 TILTS = 12
 STEEPEST = 600.0
 MAX_WINDOW = 2**22
+# -log of the last digit of a float, and some.
+REACH = 60.0
 
 
 class Part(NamedTuple):
@@ -68,6 +70,33 @@ def composed(parts: Sequence[Part], tail: float, *, extended: bool = False) -> T
     finite = sum(part.repeats * math.log1p(-part.infinity) for part in parts)
     shift = sum(part.repeats * centre for part, centre in zip(parts, centres, strict=True))
     return Total(low + shift, masses, tail - math.expm1(finite))
+
+
+def epsilon_at(total: Total, interval: float, delta: float) -> float:
+    """The least epsilon at which the losses, multiples of `interval`, exceed it by no more than `delta` allows.
+
+    That is E[(1 − e^(ε − loss))₊] <= delta. Every e^(−loss) is taken relative to the least loss that is exceeded with a
+    chance of `delta` at most: epsilon lies less than `REACH` below it, so nothing leaves the range of floats.
+    """
+    if total.infinity > delta:
+        return math.inf
+    chances = total.infinity + np.cumsum(total.masses[::-1])
+    above = chances > delta
+    if not above.any():
+        return 0.0
+    first = int(np.argmax(above))
+    highest = total.low + len(chances) - 1
+    bound = (highest - first) * interval
+    end = min(len(chances), first + math.ceil(REACH / interval) + 2)
+    losses = (highest - np.arange(end)) * interval
+    with np.errstate(all="ignore"):
+        weighed = np.cumsum(total.masses[::-1][:end] * np.exp(bound - losses))
+        found = bound + np.log((chances[first:end] - delta) / weighed[first:])
+    reached = np.append(found[:-1] >= losses[first + 1 :], end == len(chances))
+    if not reached.any():
+        return max(0.0, bound)
+    least = float(found[np.argmax(reached)])
+    return max(0.0, bound if math.isnan(least) else min(least, bound))
 
 
 def _log1p(z: NDArray[Any]) -> NDArray[Any]:

@@ -38,8 +38,13 @@ def rdp_epsilon(releases: tuple[Release, ...], delta: float) -> float:
 
 
 def _divergence(releases: tuple[Release, ...], order: float) -> float:
-    total = sum(steps * (divergence(q, z, order) + ROUNDING) for q, z, steps in releases)
+    """Of all steps together. No step is charged more than one on a full batch, which is known without a series."""
+    total = sum(steps * _charged(divergence(q, z, order) + ROUNDING, order / (2 * z**2)) for q, z, steps in releases)
     return math.inf if math.isnan(total) else total
+
+
+def _charged(series: float, full_batch: float) -> float:
+    return full_batch if math.isnan(series) else min(series, full_batch)
 
 
 def _scaled(order: float, ratio: float) -> float:

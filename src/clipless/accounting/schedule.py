@@ -18,7 +18,7 @@ def scheduled_epsilon(multiplier: float, sample_rate: float, stairs: Stairs, del
     ... )
     True
     """
-    z = checks.positive_multiplier("noise_multiplier", multiplier)
+    z = checks.usable_multiplier("noise_multiplier", multiplier)
     rate, allowed = checks.rate(sample_rate), checks.failure_probability(delta)
     events = [(StepEvent(rate, z * relative), steps) for relative, steps in stairs]
     return accountant_named(accountant).epsilon(events, allowed)

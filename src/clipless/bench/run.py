@@ -16,7 +16,7 @@ from clipless.bench.results import FAILED, UNSUPPORTED, BenchResult, ModelResult
 from clipless.bench.timing import Series, interleave
 from clipless.bench.ways import LEARNING_RATE, NOISE_MULTIPLIER, OPACUS, PLAIN, WAYS, Runner
 from clipless.bench.work import SCALING_MS, Pilot, Report, Work, pilot
-from clipless.errors import InvalidArgument, named, whole
+from clipless.errors import InvalidArgument, unknown_name, whole
 
 HELD_PARAMETERS = 100_000_000
 HELD_AT_LEAST = 4
@@ -45,9 +45,11 @@ class Settings:
         if not self.models:
             raise InvalidArgument(f"no model to measure: name some of {', '.join(PROBLEMS)}.")
         for model in self.models:
-            named("model", model, PROBLEMS)
+            if model not in PROBLEMS:
+                raise unknown_name("model", model, [*PROBLEMS, "all"])
         for axis in self.axes:
-            named("scaling axis", axis, scaling.AXES)
+            if axis not in scaling.AXES:
+                raise unknown_name("scaling axis", axis, [*scaling.AXES, "all", "none"])
         for name in ("rounds", "warm_up", "threads", "scaling_rounds"):
             whole(name, getattr(self, name))
         if not self.budget > 0:

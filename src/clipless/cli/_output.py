@@ -13,9 +13,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Column, Table
 from rich.text import Text
 
+from clipless.training import APPROXIMATION
 from clipless.training import Progress as TrainingProgress
 
-GDP_NOTE = "gdp is an approximation and may understate epsilon; pld and rdp are guarantees."
+GDP_NOTE = APPROXIMATION
 
 
 def show_json(record: Mapping[str, Any]) -> None:

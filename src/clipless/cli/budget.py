@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from clipless import accounting
+from clipless.accounting import checks
 from clipless.cli import _output
 from clipless.cli.drawing import drawn
 from clipless.cli.report import show_ledger
@@ -67,6 +68,7 @@ def budget(
         )
     spent = accounting.epsilon(noise, rate, count, failure, accountant=accountant)
     approximation = accounting.ACCOUNTANTS[accountant].approximation
+    notes = _notes(failure, dataset_size, approximation)
     answer: dict[str, Any] = {
         "epsilon": spent,
         "delta": failure,
@@ -75,6 +77,7 @@ def budget(
         "steps": count,
         "accountant": accountant,
         "approximation": approximation,
+        "notes": notes,
     }
     if draw is not None:
         asked = Budget(noise, rate, count, failure, accountant)
@@ -93,10 +96,15 @@ def budget(
             "accountant": accountant + (" (approximation)" if approximation else ""),
         },
     )
-    if approximation:
-        _output.show_note(_output.GDP_NOTE)
+    for note in notes:
+        _output.show_note(note)
     if draw is not None:
         _output.show_note("drawn: " + ", ".join(answer["drawn"]))
+
+
+def _notes(delta: float, dataset_size: int | None, approximation: bool) -> list[str]:
+    large = None if dataset_size is None else checks.large_delta_note(delta, dataset_size)
+    return [note for note in (large, _output.GDP_NOTE if approximation else None) if note]
 
 
 def _sample_rate(sample_rate: float | None, dataset_size: int | None, batch_size: int | None) -> float:
@@ -120,7 +128,7 @@ def _steps(steps: int | None, epochs: int | None, sample_rate: float) -> int:
         raise InvalidArgument("how long is the run? Give either --epochs or --steps.")
     if not 0 < sample_rate <= 1:
         raise InvalidArgument(f"--sample-rate is {sample_rate}: choose a probability above 0 and up to 1.")
-    return epochs * max(1, round(1 / sample_rate))
+    return epochs * max(1, round(1 / checks.rate(sample_rate)))
 
 
 def _delta(delta: float | None, dataset_size: int | None) -> float:
@@ -128,6 +136,6 @@ def _delta(delta: float | None, dataset_size: int | None) -> float:
         return delta
     if dataset_size is None:
         raise InvalidArgument("--delta is missing: choose one well below 1 / N, or give --dataset-size for N ** -1.1.")
-    if dataset_size < 1:
+    if not 1 <= dataset_size <= checks.MOST_STEPS:
         raise InvalidArgument(f"--dataset-size is {dataset_size}: give the number of training records.")
     return float(dataset_size**-1.1)

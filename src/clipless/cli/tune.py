@@ -1,5 +1,6 @@
 """`clipless tune`: try a grid of settings under one guarantee, release the best run."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,9 +13,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from clipless import data as data_sets
 from clipless import tuning
+from clipless.accounting.checks import large_delta_note
 from clipless.accounting.selection import AUTO, METHODS, SingleRun, prices
 from clipless.cli import _output
 from clipless.clipping import CLIPPINGS
+from clipless.errors import InvalidArgument
 from clipless.models import MODELS
 from clipless.noise import NOISE_SOURCES
 from clipless.training import OPTIMIZERS, Settings, check_writable
@@ -79,16 +82,21 @@ def tune(
     fixed = {name: value for name, value in given.items() if value is not None}
     lists = tuning.read_grid(grid) if grid else tuning.Grid({})
     lists = lists.merged(tuning.parse_tries(tries or [])).merged(tuning.Grid({}, fixed))
+    if not lists.values:
+        raise InvalidArgument(
+            "there is nothing to try: give --try lr=0.05,0.1 or --grid FILE. For a single run, use clipless train."
+        )
     records = data_sets.load(data)
-    search = tuning.plan_search(
-        records,
-        lists.candidates(replace(_DEFAULTS, noise=noise)),
-        epsilon=epsilon,
-        delta=delta,
-        method=method,
-        coverage=coverage,
-        accountant=accountant,
-    )
+    with _large_delta_told_once():
+        search = tuning.plan_search(
+            records,
+            lists.candidates(replace(_DEFAULTS, noise=noise)),
+            epsilon=epsilon,
+            delta=delta,
+            method=method,
+            coverage=coverage,
+            accountant=accountant,
+        )
     if dry_run:
         _show_price(search, coverage, as_json)
         return
@@ -96,7 +104,7 @@ def tune(
     check_writable(folder)
     pool = tuning.open_pool(executor, workers, dask_address)
     source = None if executor == "local" else _source(data)
-    with _bar(visible=not as_json) as on_progress:
+    with _large_delta_told_once(), _bar(visible=not as_json) as on_progress:
         tuned = tuning.tune(search, pool, source=source, out=folder, seed=seed, on_progress=on_progress)
     if as_json:
         _output.show_json(_record(tuned, folder))
@@ -109,6 +117,19 @@ def tune(
 def _source(data: str) -> str:
     """How workers find the data: a name as it is, a path from the root."""
     return data if data in data_sets.DATA else str(Path(data).expanduser().resolve())
+
+
+@contextmanager
+def _large_delta_told_once() -> Iterator[None]:
+    """Every run would warn of a large delta; the command says it once, in its notes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="delta=.* is above 1/N")
+        yield
+
+
+def _delta_notes(search: tuning.Search) -> list[str]:
+    note = large_delta_note(search.price.delta, len(search.data.train))
+    return [note] if note else []
 
 
 @contextmanager
@@ -134,7 +155,8 @@ def _show_price(search: tuning.Search, coverage: float | None, as_json: bool) ->
     shapes = [tuning.shape_of(one, len(search.data.train)) for one in search.candidates]
     every = prices(chosen.epsilon, chosen.delta, shapes, chosen.accountant, coverage)
     if as_json:
-        _output.show_json(search.describe() | {"prices": {one.method.name: _figures(one) for one in every}})
+        priced = {"prices": {one.method.name: _figures(one) for one in every}, "notes": _delta_notes(search)}
+        _output.show_json(search.describe() | priced)
         return
     rows = {
         one.method.name: f"noise {_output.short(one.noise_multiplier)}, one run ({_output.short(one.run_epsilon)}, "
@@ -145,6 +167,8 @@ def _show_price(search: tuning.Search, coverage: float | None, as_json: bool) ->
     total = f"({_output.short(chosen.epsilon)}, {_output.short(chosen.delta)}), {chosen.accountant}"
     _output.show_table("Price", {"candidates": str(len(shapes)), "total": total, **rows, "chosen": chosen.method.name})
     typer.echo(chosen.explanation)
+    for note in _delta_notes(search):
+        _output.show_note(note)
 
 
 def _figures(priced: SingleRun) -> dict[str, Any]:
@@ -194,7 +218,7 @@ def _score(score: float) -> str:
 
 
 def _notes(tuned: tuning.Tuned) -> list[str]:
-    notes = [tuned.search.price.explanation, f"The score is {tuning.SCORE}"]
+    notes = [*_delta_notes(tuned.search), tuned.search.price.explanation, f"The score is {tuning.SCORE}"]
     if not tuned.search.price.method.releases_all:
         notes.append(
             "Keep to yourself how long this took: the guarantee is for the released run, not for their number."

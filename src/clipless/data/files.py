@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from clipless.data.dataset import Array, Data, integer_labels, make_data, span
+from clipless.data.table import read_table
 from clipless.errors import InvalidArgument
 
 SPLIT_SEED = 0
@@ -51,7 +52,7 @@ def csv_table(path: Path) -> Data:
     Features stay as they are: no column is standardised, since means and variances of private records are not free.
     The separator is the comma, or the semicolon when the header has no comma.
     """
-    table = _table(path)
+    table = read_table(path)
     name = path.name.removesuffix(".gz").removesuffix(".csv")
     features, labels = table[:, :-1], integer_labels(name, table[:, -1])
     classes = span(name, labels)
@@ -82,32 +83,3 @@ def _idx(folder: Path, name: str) -> Array:
     if len(raw) - head != math.prod(shape):
         raise InvalidArgument(f"{path} announces shape {shape} and holds {len(raw) - head} bytes. Fetch it again.")
     return np.frombuffer(raw, np.uint8, offset=head).reshape(shape)
-
-
-def _table(path: Path) -> Array:
-    try:
-        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        header, *rows = [line for line in text.decode("utf-8-sig").splitlines() if line.strip()] or [""]
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise InvalidArgument(f"{path} cannot be read ({error}). Save it as UTF-8 text.") from error
-    separator = "," if "," in header else ";"
-    if _is_number(header.split(separator)[0]) and _is_number(header.split(separator)[-1]):
-        raise InvalidArgument(f"{path} starts with numbers. Put a header with the column names in the first line.")
-    if separator not in header or not rows:
-        raise InvalidArgument(f"{path} is empty: it needs a header, and rows of features with the class in the end.")
-    try:
-        table: Array = np.loadtxt(rows, delimiter=separator, ndmin=2)
-    except ValueError as error:
-        raise InvalidArgument(f"{path} is not a table of numbers ({error}). Encode text columns as numbers.") from error
-    columns = len(header.split(separator))
-    if table.shape[1] != columns:
-        raise InvalidArgument(f"{path} has {columns} names and {table.shape[1]} columns. Give every column a name.")
-    return table
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell.strip().strip('"'))
-    except ValueError:
-        return False
-    return True

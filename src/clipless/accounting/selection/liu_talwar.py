@@ -9,7 +9,7 @@ from typing import ClassVar
 from clipless.accounting import checks
 from clipless.accounting.accountants import accountant_named
 from clipless.accounting.selection.method import Run, fields_of, guarantee, share
-from clipless.errors import whole
+from clipless.errors import InvalidArgument, whole
 
 # The setting of DC (Theorem 1): a failure probability that vanishes beside any delta.
 DELTA2 = 1e-20
@@ -22,6 +22,8 @@ class LiuTalwar:
 
     If each run is (ε₁, δ₁)-private and at most T = ⌈ln(1/δ₂) / stop_probability⌉ are taken, the choice is
     (3ε₁ + 3√(2δ₁), 3√(2δ₁)·T + δ₂)-private. A candidate is drawn uniformly, so the bound on a run is that of the worst.
+    What this needs is checked: a stop probability in (0, 1], δ₁ at most 1/2, δ₂ and the total δ below 1, a bound for the
+    run of every candidate, and none by an accountant that only approximates.
 
     >>> LiuTalwar.covering(candidates=10).most_runs
     922
@@ -35,8 +37,20 @@ class LiuTalwar:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "candidates", whole("candidates", self.candidates))
-        object.__setattr__(self, "stop_probability", checks.rate(self.stop_probability))
-        object.__setattr__(self, "delta2", checks.failure_probability(self.delta2))
+        stop = checks.real("stop_probability", self.stop_probability)
+        if not checks.SMALLEST <= stop <= 1:
+            raise InvalidArgument(
+                f"stop_probability must lie in (0, 1], got {stop}: without a chance to stop there is no bound. "
+                f"1 / (2 * candidates) is usual, here {1 / (2 * self.candidates):g}."
+            )
+        delta2 = checks.real("delta2", self.delta2)
+        if not checks.LEAST_DELTA <= delta2 < 1:
+            raise InvalidArgument(
+                f"delta2 must lie in (0, 1), got {delta2}: it is the chance to be stopped by the limit on the number of "
+                f"runs, and part of the total delta. {DELTA2:g} is usual."
+            )
+        object.__setattr__(self, "stop_probability", stop)
+        object.__setattr__(self, "delta2", delta2)
 
     @classmethod
     def covering(cls, candidates: int, coverage: float | None = None) -> "LiuTalwar":
@@ -69,11 +83,26 @@ class LiuTalwar:
 
     def total(self, run_epsilon: float, run_delta: float) -> tuple[float, float]:
         """(ε, δ) of the choice, from what every run keeps to. DC, Theorem 1."""
-        root = 3 * math.sqrt(2 * run_delta)
-        return 3 * run_epsilon + root, root * self.most_runs + self.delta2
+        epsilon, delta = checks.real("run_epsilon", run_epsilon), checks.real("run_delta", run_delta)
+        if epsilon < 0 or not 0 <= delta <= 0.5:
+            raise InvalidArgument(
+                f"({epsilon:g}, {delta:g}) is no promise of a run: epsilon is at least 0, delta between 0 and 1/2."
+            )
+        root = 3 * math.sqrt(2 * delta)
+        failure = root * self.most_runs + self.delta2
+        if failure >= 1:
+            raise InvalidArgument(
+                f"a run_delta of {delta:g} makes the total delta {failure:g}, which promises nothing: choose at most "
+                f"{self.run_delta(0.5):.2g}."
+            )
+        return 3 * epsilon + root, failure
 
     def epsilon(self, runs: Sequence[Run], delta: float, accountant: str = "pld") -> float:
         """Three times the worst run's epsilon, and a little, at the delta that a run is left."""
+        if len(runs) != self.candidates:
+            raise InvalidArgument(
+                f"any of {self.candidates} candidates can be drawn, so each needs a run to be priced by; got {len(runs)}."
+            )
         own = self.run_delta(delta)
         if own == 0:
             return math.inf

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from clipless.accounting import checks
-from clipless.accounting.calibrate import search
+from clipless.accounting.calibrate import OutOfReach, search
 from clipless.accounting.events import StepEvent
 from clipless.accounting.schedule import Stairs, scheduled_multiplier
 from clipless.accounting.selection.grid import Grid
@@ -21,10 +21,6 @@ METHODS: Mapping[str, type[SelectionMethod]] = MappingProxyType(
 AUTO = "auto"
 # Beyond so many times the noise of an untuned run, no noise is enough.
 MOST_NOISE = 1e6
-
-
-class OutOfReach(InvalidArgument):
-    """A total so small that a method cannot keep to it with any amount of noise."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ def total(
     0.62
     """
     chosen = method_named(method, candidates, coverage) if isinstance(method, str) else method
-    z = checks.positive_multiplier("noise_multiplier", noise_multiplier)
+    z = checks.usable_multiplier("noise_multiplier", noise_multiplier)
     run = RunShape.of(sample_rate, steps).run(z)
     return chosen.epsilon([run] * chosen.candidates, checks.failure_probability(delta), guarantee(accountant))
 

@@ -1,0 +1,68 @@
+"""Every target of the Makefile: its commands parse, the files it names exist, and its scripts run in a cheap form."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = re.search(r"^\.PHONY: (.*)$", MAKEFILE, flags=re.MULTILINE)[1].split()  # type: ignore[index]
+
+# What each target runs, with the options that make it cheap, in a copy of docs; and a file it has to write there.
+QUICK: dict[str, list[tuple[list[str], str]]] = {
+    "demo": [(["examples/demo.py", "--quick"], "")],
+    "figures": [
+        (["experiments/clipping.py", "--quick", "--docs", "docs"], "docs/figures/dc-e.svg"),
+        (["experiments/budget.py", "--quick", "--docs", "docs"], "docs/figures/budget.json"),
+    ],
+    "sweep": [(["tests/accounting/sweep.py", "--every", "500", "--accountants", "gdp"], "")],
+    "models-page": [(["experiments/models_page.py", "docs/models.md"], "docs/models.md")],
+}
+# `make bench` is what tests/test_bench.py runs with --quick; the rest is what runs these tests, or tidies up.
+ELSEWHERE = {"bench", "test", "lint", "format", "help", "clean"}
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+
+
+def test_every_target_is_run_by_a_test_or_by_what_runs_the_tests() -> None:
+    assert set(TARGETS) == set(QUICK) | ELSEWHERE
+    assert set(re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE)) == set(TARGETS)
+
+
+@needs_make
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_parses_and_names_files_that_exist(target: str) -> None:
+    done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    scripts = re.findall(r"\S+/python (\S+\.py)", done.stdout)
+    assert sorted(scripts) == sorted(command[0] for command, _ in QUICK.get(target, []))
+    assert all((ROOT / script).is_file() for script in scripts)
+
+
+@pytest.mark.parametrize(
+    ("command", "written"), [pytest.param(*each, id=each[0][0]) for runs in QUICK.values() for each in runs]
+)
+def test_a_script_runs(command: list[str], written: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    if written:
+        (tmp_path / written).unlink()
+    script, *options = command
+    full, environment = (
+        [sys.executable, "-W", "error", str(ROOT / script), *options],
+        os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    done = subprocess.run(full, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert not written or (tmp_path / written).stat().st_size > 100
+
+
+def test_the_pages_have_a_place_for_their_tables() -> None:
+    """The markers between which the scripts write are there, once each."""
+    for name in ("clipping.md", "budget.md"):
+        page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert page.count("<!-- table -->") == page.count("<!-- end of table -->") == 1
