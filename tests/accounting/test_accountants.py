@@ -303,12 +303,15 @@ def test_an_infinite_answer_is_not_tight(broken, monkeypatch):
         (0.574, 3.71e-5, 4_648_060, 4.2e-7),
         (0.409, 6.27e-7, 230_248, 1.2e-4),
         (0.464, 1.3e-6, 1161, 5.8e-5),
+        (0.609, 4.49e-6, 7_447_122, 1.2e-7),
+        (0.495, 3.33e-7, 8_926_522, 1.1e-6),
     ],
 )
 def test_pld_is_tight_at_tiny_rates(problem):
+    """Within 1 % up to 5 million steps here; the last two are the worst that were found beyond."""
     noise, rate, steps, delta = problem
     finer, _ = _direction((Release(rate, noise, steps),), delta, removing=True, points=8 * MAX_POINTS)
-    assert epsilon(*problem) <= 1.01 * finer
+    assert epsilon(*problem) <= (1.01 if steps < 5_000_000 else 1.045) * finer
 
 
 def test_what_is_not_a_number_is_not_an_epsilon_of_0():

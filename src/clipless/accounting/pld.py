@@ -29,8 +29,10 @@ LARGEST_INDEX = 2.0**60
 
 
 def pld_epsilon(releases: tuple[Release, ...], delta: float) -> float:
-    """Epsilon by privacy loss distributions: an upper bound, exact for full batches, within about 1 % elsewhere; within
-    5 % where more than `FEW` kinds of steps have rates below 1e-3.
+    """Epsilon by privacy loss distributions: an upper bound, exact for full batches, within about 1 % elsewhere.
+
+    At rates below 1e-3 up to 4 % were found beyond a million steps; with more than `FEW` kinds of steps, which get fewer
+    points, up to 8 % before and 26 % beyond. docs/budget.md has the figures.
 
     Less tight, and then the lesser of all bounds at hand (Rényi, full batches), where float64 gets in the way: when
     1e-15 * sample_rate * steps approaches delta, and where a step's loss is spread over more scales than `MAX_POINTS`
