@@ -21,7 +21,7 @@ from clipless.errors import Misuse
 from clipless.fetching import Fetcher, fetcher, source_of
 from clipless.fingerprint import fingerprint
 from clipless.foreign import names_answered
-from clipless.grads import CheckSchedule, Engine, Tuner, as_tuner
+from clipless.grads import Engine, Tuner, as_tuner
 from clipless.noise import NoiseSource, noise_source
 from clipless.partition import partition
 from clipless.plan import PrivacyPlan, make_plan
@@ -112,14 +112,10 @@ class Private(refusals.Whole):
         self.plan = plan
         self.ledger = Ledger()
         self.history = History()
-        self._model = model
-        self._optimizer = optimizer
-        self._source = source
-        self._allow_overspend = allow_overspend
-        self._guard = Guard(optimizer, group)
+        self._model, self._optimizer, self._source = model, optimizer, source
+        self._allow_overspend, self._guard = allow_overspend, Guard(optimizer, group)
         self._batch: Batch | None = None
         self._statistic: Tensor | None = None
-        self._schedule = CheckSchedule()
         self._journal: Journal | None = None
         self._policy_state = plan.clipping.policy.init(plan.setting)
         self._engine = Engine(model, plan.groups, self._factors, self._observe, tuner)
@@ -209,16 +205,14 @@ class Private(refusals.Whole):
 
     def open_part(self, records: int) -> None:
         """The records of the next forward and backward pass."""
-        mean = self.plan.loss_reduction == "mean"
-        self._engine.open(records, records if mean else 1, averaged=mean, check=self._schedule.due(records))
+        averaged = self.plan.loss_reduction == "mean"
+        self._engine.open(records, records if averaged else 1, averaged)
 
     # One step.
 
     def backward(self, losses: Tensor) -> None:
-        """From one loss per record, (B,): nothing is left to be misstated, and losses that couple records are refused.
-        `loss.backward()` on the mean or sum that `loss_reduction` names does the same, and cannot tell if they do."""
-        refusals.refuse_losses(losses, self._engine.tape.part)
-        self._engine.backward(losses)
+        """From one loss per record, (B,): nothing is left to be misstated, and losses that couple records are refused."""
+        self._engine.backward(refusals.one_per_record(losses, self._engine.tape.part))
 
     def _factors(self, norms: Tensor, groups: Sequence[int]) -> Tensor:
         """How much of some records enters these groups' sums over the expected batch, [g,b]."""
@@ -321,7 +315,7 @@ class Private(refusals.Whole):
         source that cannot repeat itself, they stay counted and the run goes on with new noise, ending that much earlier.
         If anything is refused, nothing has been changed.
         """
-        self._refuse_unless_fresh()
+        refusals.refuse_begun(self._batch, self.ledger.steps, self._journal)
         saved = read_checkpoint(Path(path))
         refusals.refuse_other_plan(saved.private, self.plan.to_dict())
         saved.refuse_unfit(self._model, self._optimizer)
@@ -356,14 +350,10 @@ class Private(refusals.Whole):
         Never go on twice from one state: the same noise would hide two different gradients. `load_checkpoint` sees to
         that, with a ledger on disk.
         """
-        self._refuse_unless_fresh()
+        refusals.refuse_begun(self._batch, self.ledger.steps, self._journal)
         refusals.refuse_other_plan(state, self.plan.to_dict())
         self.ledger = Ledger.from_dict(state["ledger"])
         self._policy_state = {name: value.clone() for name, value in state["policy"].items()}
         self.history = History.from_state_dict(state["history"])
         self.loader.draws = state["draws"]
         self._source.seed = state["seed"]
-
-    def _refuse_unless_fresh(self) -> None:
-        if self._batch is not None or self.ledger.steps or self._journal:
-            raise Misuse("load_state_dict() after training began: load into a fresh make_private.")

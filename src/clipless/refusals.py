@@ -140,8 +140,14 @@ def refuse_foreign_batch(batch: Drawn, plan: Drawn) -> None:
         )
 
 
-def refuse_losses(losses: object, part: Part | None) -> None:
-    """Refuses what is not one loss for each record of the open part."""
+def refuse_begun(*signs: object) -> None:
+    """Refuses a state for a run in which anything has happened."""
+    if any(sign is not None and sign != 0 for sign in signs):
+        raise Misuse("load_state_dict() after training began: load into a fresh make_private.")
+
+
+def one_per_record(losses: object, part: Part | None) -> Tensor:
+    """The losses, if there is one for each record of the open part."""
     if part is None:
         raise Misuse("backward() without a batch: take one from private.loader, run the model on it, then backward().")
     if not isinstance(losses, Tensor):
@@ -156,6 +162,7 @@ def refuse_losses(losses: object, part: Part | None) -> None:
         raise Misuse(
             "the losses have no gradient: compute them from the model's output, without no_grad() or detach()."
         )
+    return losses
 
 
 def refuse_incomplete(seen: int, records: int | None) -> None:

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import clipless
 from clipless import Misuse, Private, UnsupportedModule, oracle
-from clipless.grads import CheckSchedule, tuner
+from clipless.grads import tuner
+from clipless.grads.checks import CheckSchedule
 
 D, SIZE, BATCH = 6, 20, 4
 

@@ -1,8 +1,7 @@
 """Per-record gradients: what hooks see, which way each layer's share is computed, and the clipped sum of it all."""
 
-from clipless.grads.checks import CheckSchedule
 from clipless.grads.clipped_sum import ClippedSum, clipped_sum
 from clipless.grads.engine import Engine
 from clipless.grads.tuner import Tuner, as_tuner
 
-__all__ = ["CheckSchedule", "ClippedSum", "Engine", "Tuner", "as_tuner", "clipped_sum"]
+__all__ = ["ClippedSum", "Engine", "Tuner", "as_tuner", "clipped_sum"]

@@ -54,7 +54,7 @@ class Engine:
         self._observe = observe
         self._tuner = tuner
         self._scale = 1.0
-        self._opened: tuple[int, float, bool, bool] = (0, 1.0, False, False)
+        self._opened: tuple[int, float, bool] = (0, 1.0, False)
         self._dtype = reduce(torch.promote_types, (p.dtype for p in self.tape.parameters.values()), torch.float32)
         self._device = next(iter(self.tape.parameters.values())).device
         self._buffers = Buffers()
@@ -100,14 +100,14 @@ class Engine:
         self._blocks.clear()
         return self._sums
 
-    def open(self, records: int, scale: float, averaged: bool = False, check: bool = False) -> None:
-        """The next forward and backward pass is on so many records; `check` asks that it be checked."""
-        self._scale, self._opened = scale, (records, scale, averaged, check)
+    def open(self, records: int, scale: float, averaged: bool = False) -> None:
+        """The next forward and backward pass is on so many records, by whose number an `averaged` loss divides."""
+        self._scale, self._opened = scale, (records, scale, averaged)
         self._tuner.begin()
         self._clips = [Clip(set(members)) for members in self._groups.members]
         self._ready = {}
         self._added = False
-        self.tape.open(Part(records, due=check and records > 0, averaged=averaged))
+        self.tape.open(Part(records, due=self.tape.self_check.due(records), averaged=averaged))
 
     def backward(self, losses: Tensor) -> None:
         """From one loss for each record of the part."""

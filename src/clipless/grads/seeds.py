@@ -33,7 +33,7 @@ def seed_passes(records: int, dtype: torch.dtype, device: torch.device, number: 
     40
     """
     base = NARROW if dtype is torch.float16 else WIDE
-    names = torch.randperm(records, generator=torch.Generator().manual_seed(number))
+    names = shuffled(records, number)
     spread = (base - 1) // max(records - 1, 1)
     digits = [names * spread] if records <= base else [names % base, names // base % base]
     return [torch.exp2(digit.double()).to(device, dtype) for digit in digits]
@@ -48,7 +48,17 @@ def sketch(grad: Tensor, dim: int) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(width, DIRECTIONS, dtype=dtype, generator=torch.Generator().manual_seed(width)).to(device)
+    return (_scattered(width * DIRECTIONS, width) - 0.5).view(width, DIRECTIONS).to(device, dtype)
+
+
+def shuffled(count: int, number: int) -> Tensor:
+    """The first `count` whole numbers in an order without meaning, another one for another number."""
+    return _scattered(count, number).argsort()
+
+
+def _scattered(count: int, number: int) -> Tensor:
+    """Numbers between 0 and 1 without a pattern. They hide nothing and are not random: no generator is asked for them."""
+    return (torch.sin(torch.arange(1, count + 1, dtype=torch.float64) * 12.9898 + number * 78.233) * 43758.5453) % 1
 
 
 def impurity(plain: Tensor, seeded: Tensor, seeds: Tensor) -> float:

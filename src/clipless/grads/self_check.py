@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from clipless.grads.checks import PartCheck
+from clipless.grads.checks import CheckSchedule, PartCheck
 from clipless.grads.entry import Entry, Rerun
 from clipless.grads.frames import Part
 from clipless.grads.layout import Dims, Place, Reading, Shapes
@@ -28,11 +28,16 @@ class SelfCheck:
 
     def __init__(self, receiver: Receiver, modules: Iterable[nn.Module]) -> None:
         self.active = False
+        self._schedule = CheckSchedule()
         self._receiver = receiver
         self._generators = own_generators(modules)
         self._seen: set[object] = set()
         self._compared: set[object] = set()
         self._number = 0
+
+    def due(self, records: int) -> bool:
+        """Whether a part of so many records is checked in any case."""
+        return self.active and self._schedule.due(records)
 
     def begin(self, module: nn.Module, name: str, inputs: tuple[Any, Any], part: Part, reading: Reading) -> Entry:
         """A pass through the outermost module begins."""

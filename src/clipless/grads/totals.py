@@ -14,7 +14,7 @@ from clipless.grads.entry import Entry
 from clipless.grads.layout import selected
 from clipless.grads.randomness import same_random_state
 from clipless.grads.rules.generic import differentiable
-from clipless.grads.seeds import sketch
+from clipless.grads.seeds import shuffled, sketch
 
 # Relative to the larger of both sums; what the parameter adds to the whole gradient below the floor is rounding. Sums that
 # went through 16 bits keep three digits.
@@ -59,7 +59,7 @@ def refuse_dependent(entry: Entry) -> None:
     if entry.records < 2:
         return
     rows = torch.arange(entry.records)
-    stays = torch.randperm(entry.records, generator=torch.Generator().manual_seed(entry.records)) < entry.records // 2
+    stays = shuffled(entry.records, entry.records) < entry.records // 2
     with torch.no_grad():
         taken = selected(entry.rerun.inputs, entry.reading, torch.where(stays, rows, rows.roll(1)))
         output, drawn = entry.rerun(taken)
@@ -85,7 +85,7 @@ def refuse_coupled(entry: Entry, averaged: bool) -> None:
     assert entry.rerun is not None
     if not entry.loss_inside or entry.records < 2:
         return
-    order = torch.randperm(entry.records, generator=torch.Generator().manual_seed(entry.records))
+    order = shuffled(entry.records, entry.records)
     weighted = []
     with torch.no_grad():
         for rows in (order, *order.chunk(2)):
