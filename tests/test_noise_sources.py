@@ -161,20 +161,16 @@ def test_asked_again_a_replayable_source_repeats_itself_and_no_other_does(source
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_release_may_take_the_place_of_its_values(source: NoiseSource, dtype: torch.dtype) -> None:
-    """Several blocks, some across tensors: nothing is read after it was overwritten. Noise of 0.01 shows the value under it;
-    the odds of 7.5 standard deviations in 800,000 numbers are 5e-8."""
-    sizes = (2**18 + 3, 5, 2**19)
-    values = [torch.arange(size, dtype=dtype) % 97 for size in sizes]
-    places = [value.clone() for value in values]
-    pointers = [place.data_ptr() for place in places]
-    released = list(source.release("gradient", 3, places, [1e-2] * 3, into=places))
-    assert [one.data_ptr() for one in released] == pointers
-    for one, value in zip(released, values, strict=True):
+def test_a_release_leaves_its_values_alone_and_lies_elsewhere(source: NoiseSource, dtype: torch.dtype) -> None:
+    """Several blocks, some across tensors. Noise of 0.01 shows the value under it; the odds of 7.5 standard deviations in
+    800,000 numbers are 5e-8."""
+    values = [torch.arange(size, dtype=dtype) % 97 for size in (2**18 + 3, 5, 2**19)]
+    before = [value.clone() for value in values]
+    released = list(source.release("gradient", 3, values, [1e-2] * 3))
+    assert {one.data_ptr() for one in released}.isdisjoint(value.data_ptr() for value in values)
+    for one, value, old in zip(released, values, before, strict=True):
+        assert torch.equal(value, old)
         assert 0 < float((one - value).abs().max()) < 7.5e-2
-    if source.replayable:
-        apart = list(source.release("gradient", 3, values, [1e-2] * 3))
-        assert all(torch.equal(*pair) for pair in zip(released, apart, strict=True))
 
 
 # Shapes and types.
@@ -205,11 +201,8 @@ def test_a_release_is_the_value_plus_noise_of_its_own_size(source: NoiseSource) 
         assert abs(float(noise.square().mean()) - 1) < bound * math.sqrt(2 / noise.numel()) + 1e-4
 
 
-def test_a_place_with_gaps_is_refused(source: NoiseSource) -> None:
-    """Noise written to a copy of it would leave the value as it is."""
+def test_a_value_with_gaps_in_memory_is_released_in_its_shape(source: NoiseSource) -> None:
     place = torch.zeros(4, 6).t()
-    with pytest.raises(RuntimeError, match="view"):
-        list(source.release("gradient", 0, [place], [1.0], [place]))
     (released,) = source.release("gradient", 0, [place], [1.0])
     assert released.shape == place.shape
     assert (released != 0).any()
@@ -329,14 +322,6 @@ def test_what_a_thread_raises_is_raised(threads: Callable[[int], None]) -> None:
     done: list[int] = []
     share(range(20), done.extend)
     assert sorted(done) == list(range(20))
-
-
-@pytest.mark.parametrize("shape", [(4,), (6,), (5, 1)])
-def test_a_release_into_tensors_of_another_shape_is_refused(source: NoiseSource, shape: tuple[int, ...]) -> None:
-    into = torch.zeros(shape)
-    with pytest.raises(InvalidArgument, match="shapes"):
-        list(source.release("gradient", 1, [torch.ones(5)], [1.0], into=[into]))
-    assert not into.any()
 
 
 # Tensors that are not in main memory, for which these in it stand.

@@ -90,7 +90,7 @@ def make_private(
         noise=noise,
     )
     if check is not None:
-        refuse_unsound(model, check, how)
+        refuse_unsound(model, check, how, loss_reduction)
     source = noise_source(noise, seed)
     return Private(model, optimizer, plan, fetcher(data, settings), source, as_tuner(tuner), allow_overspend, group)
 

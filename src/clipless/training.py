@@ -173,7 +173,8 @@ def train(
             while progress.step < total:
                 for x, y in islice(loader, len(loader) - progress.step % len(loader)):
                     optimizer.zero_grad()
-                    F.cross_entropy(model(x), y).backward()
+                    losses = F.cross_entropy(model(x), y, reduction="none")
+                    private.backward(losses) if private else losses.mean().backward()
                     optimizer.step()
                     progress = _stepped(progress, private)
                     report(progress)

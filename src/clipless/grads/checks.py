@@ -165,6 +165,12 @@ class PartCheck:
     def _refuse_whole_batch(self, entry: Entry, grads: list[Tensor], dims: Dims) -> None:
         """Rows of records and positions together may be in the order of the records; seeds then tell if they are."""
         for grad, dim in zip(grads, dims, strict=True):
+            if entry.square and grad.shape[:2] == (self._records, self._records):
+                raise Misuse(
+                    f"the input and the output of {entry.name!r} have as many numbers along another dimension as there are "
+                    "records in the first batch, so nothing tells which of them are the records. Call "
+                    "private.backward(losses) with one loss per record, which tells."
+                )
             if dim is None and (grad.dim() == 0 or len(grad) % self._records != 0):
                 raise Misuse(
                     f"the loss is computed from an output of {entry.name!r} that has no row for each record, such as a mean "

@@ -63,7 +63,7 @@ class Entry:
 
     `anchor` is the leaf that all taps of the pass hang on, so that a backward pass can be cut down to them. `steps` are
     the calls it went through, each with the one before it and its kinds of shapes; `reading` says where the `records` lie in
-    its inputs.
+    its inputs, and `square` that as many numbers lie along another dimension, in every pass so far.
 
     Of a pass that is checked, `outputs` are its outputs before the tap on them, at these `places` among its floating-point
     tensors; `out_dims` says where their records lie, `values` is a sketch of what they were, and `drawn` the random state
@@ -75,6 +75,7 @@ class Entry:
     name: str
     records: int
     reading: Reading
+    square: bool = False
     steps: set[object] = field(default_factory=set)
     last: str = ""
     rerun: Rerun | None = None

@@ -246,6 +246,13 @@ def readings(values: Any, records: int) -> Iterator[Reading]:
             yield {k: found[k] for k in chosen}
 
 
+def is_square(values: Any, records: int) -> bool:
+    """Whether the second dimension of an input could as well be that of the records, as in time-major sequences of as many
+    positions as there are records. The last dimension of floating-point numbers is that of features."""
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    return any(t.shape[:2] == (records, records) and t.dim() > 1 + t.is_floating_point() for t in tensors)
+
+
 def resized(values: Any, reading: Reading, target: int, needed: Sequence[int] = ()) -> Any:
     """The structure with its records cut or repeated to `target`, in the same order, the `needed` ones among them."""
 

@@ -32,7 +32,12 @@ class Output:
     unsure: bool = False
 
     def settle(self, dims: Dims) -> None:
-        """It is known where the records of an output lie."""
+        """Refuses records that lie elsewhere than the first batch, which was square, has made believe."""
+        if dims != self.out_dims:
+            raise Misuse(
+                "the first batch has as many positions as records, and the records do not lie along the first dimension of "
+                "the model's input: give it the records first, or begin with another batch."
+            )
 
 
 class Receiver:
@@ -87,13 +92,15 @@ class Receiver:
         """The gradient of the outermost module's output has arrived, in a pass that is checked."""
         self._refuse_other(part)
         assert part.check is not None
-        root = Output(entry, tuple(dim for dim, grad in zip(entry.out_dims, grads, strict=True) if grad is not None))
+        dims = tuple(dim for dim, grad in zip(entry.out_dims, grads, strict=True) if grad is not None)
+        root = Output(entry, dims, unsure=entry.square)
         arrived = [grad for grad in grads if grad is not None]
         apart = all(dim is not None for dim in root.out_dims)
         if self.trial is not None:
             if apart:
                 self.trial.hear(root, arrived)
             return
+        self._refuse_modes(part)
         self.begin(part)
         if part.check.at_losses and apart:
             part.check.compare(root, arrived)
@@ -166,8 +173,7 @@ class Receiver:
                 "backward(create_graph=True) is not supported: gradients of gradients have no bound per record."
             )
         part = self._refuse_other(call.part)
-        if not part.begun and part.modes and part.modes != [module.training for module in self.modules]:
-            raise modes_changed()
+        self._refuse_modes(part)
         if self.trial is None:
             self.begin(part)
             if part.task != torch._C._current_graph_task_id() and not part.late:
@@ -189,6 +195,10 @@ class Receiver:
                 "the losses and call backward() once, or split the batch with private.loader.microbatches(n)."
             )
         return part
+
+    def _refuse_modes(self, part: Part) -> None:
+        if not part.begun and part.modes and part.modes != [module.training for module in self.modules]:
+            raise modes_changed()
 
     def begin(self, part: Part) -> None:
         """A backward pass is running, the outermost one if there are several: its end completes the part."""

@@ -10,12 +10,13 @@ from torch.utils import _pytree as pytree
 from clipless.grads.checks import CheckSchedule, PartCheck
 from clipless.grads.entry import Entry, Rerun
 from clipless.grads.frames import Part
-from clipless.grads.layout import Dims, Place, Reading, Shapes
+from clipless.grads.layout import Dims, Place, Shapes
 from clipless.grads.randomness import own_generators
 from clipless.grads.receiver import Receiver
 from clipless.grads.seeds import sketch
 from clipless.grads.tap import Root
 from clipless.grads.totals import refuse_coupled, refuse_dependent, refuse_lost
+from clipless.grads.ways import Ways
 
 
 class SelfCheck:
@@ -39,12 +40,12 @@ class SelfCheck:
         """Whether a part of so many records is checked in any case."""
         return self.active and self._schedule.due(records)
 
-    def begin(self, module: nn.Module, name: str, inputs: tuple[Any, Any], part: Part, reading: Reading) -> Entry:
+    def begin(self, module: nn.Module, name: str, inputs: tuple[Any, Any], part: Part, ways: Ways) -> Entry:
         """A pass through the outermost module begins."""
         owing = len(self._seen) > len(self._compared)
         closely = self.active and part.records > 0 and (part.due or owing)
         rerun = Rerun.of(module, inputs, self._generators) if closely else None
-        return Entry(name, part.records, reading, rerun=rerun)
+        return Entry(name, part.records, ways.reading, ways.square, rerun=rerun)
 
     def wanted(self, entry: Entry, part: Part) -> bool:
         """Whether a pass that has come to its end is checked."""

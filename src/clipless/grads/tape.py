@@ -34,6 +34,7 @@ from clipless.grads.layout import (
     Place,
     Reading,
     Shapes,
+    is_square,
     random_state,
     random_state_kept,
     readings,
@@ -196,12 +197,15 @@ class Tape:
             args, kwargs = self._stand_ins.given(module, (args, kwargs))
         else:
             self._ways = self._learned.setdefault(signature(module, (args, kwargs)), Ways(self.rules))
+            square = is_square((args, kwargs), part.records)
             if not self._ways.learned:
                 self._learn(module, (args, kwargs), part.records)
                 self._watch.refuse_pass(part.records)
+                self._ways.square = square
+            self._ways.square &= square
         self._calls, self._operation_counts = {}, {}
         part.modes = [module.training for module in self._names]
-        self._taps.entry = self.self_check.begin(module, self._names[module], (args, kwargs), part, self._ways.reading)
+        self._taps.entry = self.self_check.begin(module, self._names[module], (args, kwargs), part, self._ways)
         return args, kwargs
 
     def _learn(self, module: nn.Module, inputs: tuple[Any, Any], records: int) -> None:

@@ -20,6 +20,7 @@ class Ways:
         self.layout = Layout()
         self.learned = False
         self.reading: Reading = {}
+        self.square = False
         self._trouble: Exception | None = None
         self.by_operation: set[str] = set()
         self._as_a_whole: set[str] = set()

@@ -18,7 +18,7 @@ from torch import Tensor
 from clipless.errors import InvalidArgument
 from clipless.noise.drawing import Span, hand_out
 from clipless.noise.keystream import SPARE, Keystream, keystreams, uniform
-from clipless.noise.source import released_dtype, released_into, stream_number, usable
+from clipless.noise.source import released_dtype, released_tensors, stream_number, usable
 
 # Numbers made under one counter range: enough to make the share of Python small, few enough for the cache.
 BLOCK = 2**16
@@ -67,16 +67,9 @@ class SecureNoise:
         hand_out(map(len, flat), BLOCK, _drawer(stream), write)
         return (value.to(template.device) for value, template in zip(values, wanted, strict=True))
 
-    def release(
-        self,
-        stream: str,
-        step: int,
-        values: Sequence[Tensor],
-        stddevs: Sequence[float],
-        into: Sequence[Tensor] | None = None,
-    ) -> Iterator[Tensor]:
+    def release(self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> Iterator[Tensor]:
         """The noised values, rounded to multiples of `grid(stddev)`: a grid that the values have no part in."""
-        outs = released_into(values, into)
+        outs = released_tensors(values)
         here = [out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype) for out in outs]
         flat = [out.view(-1).numpy() for out in here]
         sums = [value.detach().to("cpu", released_dtype(value)).reshape(-1).numpy() for value in values]

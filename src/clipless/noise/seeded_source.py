@@ -10,7 +10,7 @@ from torch import Tensor
 from clipless.errors import InvalidArgument, InvalidType
 from clipless.noise.adding import add_noise, write_noise
 from clipless.noise.keystream import keystreams, uniform
-from clipless.noise.source import released_dtype, released_into, stream_number, usable
+from clipless.noise.source import released_dtype, released_tensors, stream_number, usable
 
 
 class SeededNoise:
@@ -40,20 +40,11 @@ class SeededNoise:
             value.normal_(generator=self._generator(value.device, stream, step, number))
         return iter(values)
 
-    def release(
-        self,
-        stream: str,
-        step: int,
-        values: Sequence[Tensor],
-        stddevs: Sequence[float],
-        into: Sequence[Tensor] | None = None,
-    ) -> Iterator[Tensor]:
-        outs = released_into(values, into)
+    def release(self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> Iterator[Tensor]:
+        outs = released_tensors(values)
         flat = [_here(out) for out in outs]
-        sums = [
-            here if value is out else _here(value.to(released_dtype(value)).contiguous())
-            for here, out, value, _ in zip(flat, outs, values, usable(stddevs), strict=True)
-        ]
+        pairs = zip(values, usable(stddevs), strict=True)
+        sums = [_here(value.to(released_dtype(value)).contiguous()) for value, _ in pairs]
         add_noise(self._key(stream, step), sums, stddevs, flat)
         for number, out in _elsewhere(outs):
             noise = torch.empty(out.shape, device=out.device)

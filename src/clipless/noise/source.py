@@ -28,16 +28,9 @@ class NoiseSource(Protocol):
         """Standard normal float32 tensors, shaped and placed like the templates, independent of every other stream and
         step. To publish a value use `release`, which also guards its last bits where the source promises that."""
 
-    def release(
-        self,
-        stream: str,
-        step: int,
-        values: Sequence[Tensor],
-        stddevs: Sequence[float],
-        into: Sequence[Tensor] | None = None,
-    ) -> Iterator[Tensor]:
-        """Each value plus normal noise of its standard deviation, in the value's type or float32 if that is finer: new
-        tensors, or those of `into`, which are overwritten. They may be the values, which are else left as they are."""
+    def release(self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> Iterator[Tensor]:
+        """Each value plus normal noise of its standard deviation, in the value's type or float32 if that is finer, in fresh
+        tensors; the values are left as they are."""
 
     def uniform(self, stream: str, step: int, size: int) -> Tensor:
         """`size` numbers, uniform on [0, 1), with 53 random bits each."""
@@ -63,12 +56,8 @@ def usable(stddevs: Sequence[float]) -> Sequence[float]:
     return stddevs
 
 
-def released_into(values: Sequence[Tensor], into: Sequence[Tensor] | None) -> list[Tensor]:
-    """The tensors that a release is written to."""
-    if into is not None:
-        if not all(out is value or out.shape == value.shape for out, value in zip(into, values, strict=True)):
-            raise InvalidArgument("a release goes to tensors of the values' shapes, and `into` has others.")
-        return list(into)
+def released_tensors(values: Sequence[Tensor]) -> list[Tensor]:
+    """Fresh tensors that a release is written to: no memory in which a value without noise has been."""
     return [torch.empty(value.shape, dtype=released_dtype(value), device=value.device) for value in values]
 
 

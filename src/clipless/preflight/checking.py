@@ -11,8 +11,8 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils import _pytree as pytree
 
 from clipless import oracle
-from clipless.clipping import Clipping, as_clipping
-from clipless.errors import CliplessError, InvalidArgument, InvalidType
+from clipless.clipping import Clipping, abadi, as_clipping
+from clipless.errors import CliplessError, InvalidArgument, InvalidType, named
 from clipless.grads.clipped_sum import ClippedSum, LossFunction, clipped_sum, count_records
 from clipless.grads.layout import random_state_kept
 from clipless.grads.rules import generic, rule_of
@@ -25,13 +25,22 @@ from clipless.preflight.report import HALF_TOLERANCE, TOLERANCE, CheckReport, Ha
 MOST_RECORDS = 8
 
 
-def check(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: str | Clipping = "auto-s") -> CheckReport:
+def check(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    clipping: str | Clipping = "auto-s",
+    loss_reduction: str = "mean",
+) -> CheckReport:
     """Run the engine against the oracle, remove each record in turn, and look for buffers that training would change.
 
-    `loss_fn(model, batch)` returns one loss per record; the first few records of the batch are used. The model is left
-    as it was. Randomness (dropout) is turned off for the comparison, which is made in float64 if the model can be run so
-    and is not in half precision; time and memory are those of the model's own type. What is refused is a problem in the
-    report, not an exception. Nothing in the report is private.
+    `loss_fn(model, batch)` is the loss that is trained: one loss per record, for `private.backward`, or a number for the
+    whole batch, for `loss.backward()`, which is the mean or the sum of the records' losses as `loss_reduction` says: one
+    that is not is found. The first few records of the batch are used. The model is left as it was.
+
+    Randomness (dropout) is turned off for the comparison, which is made in float64 if the model can be run so and is not in
+    half precision; time and memory are those of the model's own type. What is refused is a problem in the report, not an
+    exception. Nothing in the report is private.
 
     >>> model = nn.Linear(2, 1)
     >>> report = check(model, lambda m, x: m(x)[:, 0], torch.randn(4, 2))
@@ -39,6 +48,7 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: str | C
     (True, [('weight', 'linear'), ('bias', 'linear')])
     """
     how = as_clipping(clipping)
+    loss_fn = _spread(loss_fn, named("loss_reduction", loss_reduction, {"mean": True, "sum": False}))
     groups = partition(how.groups, [name for name, p in model.named_parameters() if p.requires_grad])
     bound = float(sensitivity(how.start(len(groups))))
     found = _Found()
@@ -53,13 +63,27 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: str | C
     return CheckReport(report.handling, *figures, tuple(_problems(report, found.refusal)), found.tolerance)
 
 
-def refuse_unsound(model: nn.Module, loss_and_batch: object, clipping: str | Clipping) -> None:
+def _spread(loss_fn: LossFunction, averaged: bool) -> LossFunction:
+    """The loss function with a loss for the whole batch, as training takes it, spread evenly over the records: their sum
+    has the gradient that training sees."""
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        loss = loss_fn(model, batch)
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            return loss
+        rows = next((len(x) for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.dim() > 0), 1)
+        return (loss if averaged else loss / max(rows, 1)).expand(rows)
+
+    return losses
+
+
+def refuse_unsound(model: nn.Module, loss_and_batch: object, clipping: str | Clipping, loss_reduction: str) -> None:
     """Raise `Unsound` unless the model keeps the promise on `(loss_fn, batch)`."""
     if not isinstance(loss_and_batch, tuple) or len(loss_and_batch) != 2 or not callable(loss_and_batch[0]):
         raise InvalidType(
-            "check must be a pair (loss_fn, batch), where loss_fn(model, batch) returns one loss per record."
+            "check must be a pair (loss_fn, batch), where loss_fn(model, batch) returns the loss that is trained."
         )
-    check(model, *loss_and_batch, clipping).raise_if_unsound()
+    check(model, *loss_and_batch, clipping, loss_reduction).raise_if_unsound()
 
 
 def relative_error(one: ClippedSum, other: ClippedSum) -> float:
@@ -110,11 +134,16 @@ def _compare(found: _Found, subject: nn.Module, loss_fn: LossFunction, batch: An
 
 
 def _errors(model: nn.Module, few: Any, loss_fn: LossFunction, how: Clipping, records: int) -> tuple[float, float]:
-    """How far the engine is from the oracle, and how far the clipped sum moves when one record is removed, at most."""
+    """How far the engine is from the oracle, clipped and not, since clipping can hide a difference on these records; and how
+    far the clipped sum moves when one of them is removed."""
     whole = clipped_sum(model, loss_fn, few, how)
     error = relative_error(whole, oracle.clipped_sum(model, loss_fn, few, how))
-    rests = (clipped_sum(model, loss_fn, rest, how) for rest in _leave_one_out(few, records))
-    return error, max(_distance(whole, rest) for rest in rests)
+    plain = relative_error(*(f(model, loss_fn, few, _UNCLIPPED) for f in (clipped_sum, oracle.clipped_sum)))
+    rest = _leave_one_out(few, records)
+    return max(error, plain), max(_distance(whole, clipped_sum(model, loss_fn, some, how)) for some in rest)
+
+
+_UNCLIPPED = abadi(threshold=1e20)
 
 
 def _in_float64(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
