@@ -85,7 +85,8 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
 
     def loss(*arguments: Any, **options: Any) -> Tensor:
         value: Tensor = loss_function(*arguments, **options)
-        spy.summaries.add(float(value.detach()))
+        spy.learn(value.detach())
+        spy.summaries.update(float(summary) for summary in (value.detach().mean(), value.detach().sum()))
         return value
 
     monkeypatch.setattr(Private, "open_batch", open_batch)

@@ -226,8 +226,43 @@ def all_the_same(out: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("losses", [contrastive, softly_weighted, all_the_same])
 def test_losses_that_couple_the_records_are_found(losses: Callable[[Tensor, Tensor], Tensor]) -> None:
     problem = PROBLEMS["linear-2d"]
-    with pytest.raises(Misuse, match="the losses mix the records.*reduction='none'"):
+    with pytest.raises(Misuse, match="mixes the records.*reduction='none'"):
         run(problem.model(), problem.batch(RECORDS), per_record=True, losses=losses)
+
+
+class InTwo(nn.Module):
+    """Called in two parts, as `model.body` and `model.head`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, CLASSES)
+
+
+@MODES
+@pytest.mark.parametrize("between", ["nothing", "centring"])
+def test_what_happens_between_two_parts_of_a_model_is_seen(between: str, per_record: bool) -> None:
+    model, (x, y) = InTwo(), PROBLEMS["linear-2d"].batch(RECORDS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = clipless.make_private(
+        model, optimizer, TensorDataset(x, y), noise_multiplier=1.0, delta=1e-3, accountant="rdp", steps=3, seed=1,
+        batch_size=RECORDS, loss_reduction="sum",
+    )  # fmt: skip
+
+    def train() -> None:
+        for x, y in private.loader:
+            h = model.body(x).tanh()
+            losses = F.cross_entropy(model.head(h - h.mean(0) if between == "centring" else h), y, reduction="none")
+            private.backward(losses) if per_record else losses.sum().backward()
+            optimizer.step()
+
+    if between == "nothing":
+        train()
+        assert private.ledger.steps == 3
+    else:
+        with pytest.raises(Misuse, match="computed from the output of 'body' mixes the records"):
+            train()
+        assert private.ledger.steps == 0
+    private.detach()
 
 
 class Flattened(nn.Module):

@@ -54,11 +54,12 @@ class Heard(Protocol):
 
 class Trial:
     """A backward pass of which nothing is used for training. `echoes` has what arrived at each tap, one after the other;
-    `totals`, if given, the sums over the records."""
+    `totals`, if it adds up those of a pass, the sums over the records of what arrived in that one."""
 
-    def __init__(self, totals: dict[str, Tensor] | None = None) -> None:
+    def __init__(self, adds_up: Entry | None = None) -> None:
         self.echoes: dict[tuple[int, str], list[list[Tensor]]] = {}
-        self.totals = totals
+        self.adds_up = adds_up
+        self.totals = None if adds_up is None else adds_up.totals
 
     def hear(self, tap: Heard, grads: Sequence[Tensor]) -> None:
         pairs = zip(grads, tap.out_dims, strict=True)
@@ -98,7 +99,11 @@ class PartCheck:
     def seed_losses(self, losses: Tensor) -> None:
         """Run the seeded passes from the losses of the records."""
         self.at_losses = True
-        self._seeded([losses], [torch.ones_like(losses)], (0,), [entry.anchor for entry in self.entries])
+        self._seeded([losses], [torch.ones_like(losses)], (0,), self._anchors())
+
+    def _anchors(self) -> list[Tensor]:
+        """Those of all passes: one may go on from another's output."""
+        return [entry.anchor for entry in self.entries]
 
     def at_output(self, entry: Entry, grads: tuple[Tensor | None, ...]) -> None:
         """The gradients of the outermost module's output have arrived, and go no further before this returns."""
@@ -109,9 +114,9 @@ class PartCheck:
             entry.loss_inside = len(arrived) == 1 and arrived[0].dim() == 0
             if not entry.loss_inside:
                 self._refuse_whole_batch(entry, arrived, dims)
-                self._seeded(outputs, arrived, dims, [entry.anchor])
+                self._seeded(outputs, arrived, dims, self._anchors())
         if entry.rerun is not None or not self.at_losses:
-            self._run(outputs, arrived, [entry.anchor], Trial(entry.totals))
+            self._run(outputs, arrived, self._anchors(), Trial(entry))
         entry.grads = tuple(None if grad is None else grad.detach() for grad in grads)
 
     def compare(self, tap: Heard, grads: Sequence[Tensor]) -> None:
@@ -132,7 +137,7 @@ class PartCheck:
                 grad.shape[dim or 0] != self._records
             )  # its rows go to recurrent layers alone, which put them in order
             if not packed and not self._apart(sketch(grad, dim or 0), [echo[number] for echo in seeded]):
-                raise mixed(tap.owner)
+                raise mixed(tap)
 
     def _seeded(self, outputs: list[Tensor], grads: list[Tensor], dims: Dims, anchors: list[Tensor]) -> None:
         self._arrivals = {}
@@ -158,7 +163,7 @@ class PartCheck:
             echoes = [echo[number] for echo in seeded]
             fit = [dim for dim in possible if self._apart(sketch(grad, dim), [sketch(echo, dim) for echo in echoes])]
             if not fit:
-                raise mixed(tap.owner)
+                raise mixed(tap)
             dims.append(guess if guess in fit else fit[0])
         return tuple(dims)
 
@@ -187,15 +192,15 @@ def _times(grad: Tensor, seeds: Tensor, dim: int | None) -> Tensor:
     return grad * rows.view([-1 if k == dim else 1 for k in range(grad.dim())])
 
 
-def mixed(owner: str) -> CliplessError:
-    if owner == ROOT:
+def mixed(tap: Heard) -> CliplessError:
+    if tap.owner == ROOT and tap.entry is not None:
         return Misuse(
-            "the losses mix the records: the loss of one depends on others' (a weighted mean, a mean over all tokens, "
-            "contrastive pairs, a statistic of the batch). Give private.backward one loss per record, each of that record "
-            "alone: reduction='none', and means over a record's own tokens."
+            f"what is computed from the output of {tap.entry.name!r} mixes the records: the loss of one depends on others (a "
+            "weighted mean, a mean over all tokens, contrastive pairs, a statistic of the batch). Give private.backward one "
+            "loss per record, each of that record alone: reduction='none', and means over a record's own tokens."
         )
     return UnsupportedModule(
-        f"at module {owner!r} the gradient of one record depends on the loss of another, or belongs to one: records mix "
+        f"at module {tap.owner!r} the gradient of one record depends on the loss of another, or belongs to one: records mix "
         "after it, or its rows are not in the order of the batch. Keep one row per record, in their order, in every tensor "
         "between the model's input and its losses."
     )

@@ -12,11 +12,15 @@ from torch.utils import _pytree as pytree
 
 from clipless.grads.layout import Dims, Reading
 from clipless.grads.randomness import Generator, RandomState, random_state_of, random_state_restored
+from clipless.grads.watch import spectral_buffers
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """A module with copies of its inputs, the modes of all its parts, and the random state and autocast of the moment."""
+    """A module with copies of its inputs, the modes of all its parts, and the random state and autocast of the moment.
+
+    `iterates` are buffers that every pass moves on, without a look at the records, and what was in them.
+    """
 
     module: nn.Module
     inputs: tuple[Any, Any]
@@ -24,6 +28,7 @@ class Rerun:
     random_state: RandomState
     generators: Sequence[Generator]
     autocast: tuple[str, bool, torch.dtype]
+    iterates: list[tuple[Tensor, Tensor]]
 
     @staticmethod
     def of(module: nn.Module, inputs: tuple[Any, Any], generators: Sequence[Generator]) -> "Rerun":
@@ -36,6 +41,7 @@ class Rerun:
             random_state_of(devices, generators),
             generators,
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            [(buffer, buffer.clone()) for buffer in spectral_buffers(module)],
         )
 
     def __call__(self, inputs: tuple[Any, Any] | None = None, evaluate: bool = False) -> tuple[Any, RandomState]:
@@ -46,6 +52,7 @@ class Rerun:
         with (
             warnings.catch_warnings(action="ignore"),
             random_state_restored(self.random_state, self.generators),
+            _contents(self.iterates),
             _modes([(part, mode and not evaluate) for part, mode in self.modes]),
             torch.autocast(device, dtype=dtype, enabled=enabled),
         ):
@@ -93,6 +100,18 @@ class Entry:
 
 def _copied(inputs: tuple[Any, Any]) -> tuple[Any, Any]:
     return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, inputs)
+
+
+@contextmanager
+def _contents(values: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    now = [(buffer, buffer.clone()) for buffer, _ in values]
+    for buffer, value in values:
+        buffer.copy_(value)
+    try:
+        yield
+    finally:
+        for buffer, value in now:
+            buffer.copy_(value)
 
 
 @contextmanager

@@ -80,13 +80,13 @@ class Receiver:
                 raise not_its_own(name, call.module)
         if wanted:
             # The cheap ones first: the last one that a group waits for can be clipped without being held.
-            self._take(part, [(call.wanted[local], pieces[local]) for local in reversed(list(call.wanted))])
+            self._take(part, call, [(call.wanted[local], pieces[local]) for local in reversed(list(call.wanted))])
 
     def crossing(self, crossing: Crossing, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """The gradient of an operation on shared tensors has arrived."""
         part = self._current(crossing)
         if part.records and self._look(part, crossing, grads):
-            self._take(part, crossing.pieces(tensors, grads))
+            self._take(part, crossing, crossing.pieces(tensors, grads))
 
     def output(self, part: Part, entry: Entry, grads: tuple[Tensor | None, ...]) -> None:
         """The gradient of the outermost module's output has arrived, in a pass that is checked."""
@@ -97,8 +97,10 @@ class Receiver:
         arrived = [grad for grad in grads if grad is not None]
         apart = all(dim is not None for dim in root.out_dims)
         if self.trial is not None:
-            if apart:
+            if apart and self.trial.totals is None:
                 self.trial.hear(root, arrived)
+            elif apart and not part.check.at_losses:
+                part.check.compare(root, arrived)
             return
         self._refuse_modes(part)
         self.begin(part)
@@ -149,9 +151,9 @@ class Receiver:
             check.compare(tap, grads)
         return True
 
-    def _take(self, part: Part, pieces: list[tuple[str, Piece]]) -> None:
+    def _take(self, part: Part, tap: Call | Crossing, pieces: list[tuple[str, Piece]]) -> None:
         if self.trial is not None:
-            for name, piece in pieces:
+            for name, piece in pieces if tap.entry in (None, self.trial.adds_up) else ():
                 self.trial.add(name, piece, self.parameters[name])
             return
         for name, piece in pieces:

@@ -21,6 +21,12 @@ def watched_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tenso
     }
 
 
+def spectral_buffers(model: nn.Module) -> list[Tensor]:
+    """The buffers of spectral norm, which are not watched."""
+    norms = [module for module in model.modules() if isinstance(module, _SpectralNorm)]
+    return [buffer for norm in norms for buffer in norm._buffers.values() if buffer is not None]
+
+
 class Seen(NamedTuple):
     """A tensor as it was: which, its version, and a copy of its contents, None if these were not looked at."""
 
