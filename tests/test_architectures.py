@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import clipless
 from clipless import oracle
 from clipless.preflight import relative_error
+from self_checking import MODES, self_checked
 
 VOCABULARY, LENGTH, WIDTH = 40, 8, 16
 
@@ -242,6 +243,19 @@ def test_agrees_with_the_oracle_under_bfloat16_autocast(name: str) -> None:
             assert float((one - other).norm()) <= 2e-2 * float(other.norm()) + 1e-9
 
 
+@pytest.mark.parametrize("per_record", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_run_finds_no_fault_with_it(name: str, per_record: bool) -> None:
+    """In float32 and under autocast, for as many records as positions too."""
+    architecture = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    model = architecture.make().train()
+    for records, enabled in ((5, False), (LENGTH, False), (5, name != "char-lstm")):
+        batch = architecture.inputs(records), torch.arange(records) % 3
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert self_checked(model, losses(architecture), batch, records, per_record)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("lengths", [(8, 8, 8, 8, 8), (8, 8, 8, 8, 3), (8, 8, 3, 8, 8), (3, 4, 5, 8, 2)])
 def test_t5_agrees_with_the_oracle_for_any_padding_and_under_checkpointing(
@@ -258,6 +272,8 @@ def test_t5_agrees_with_the_oracle_for_any_padding_and_under_checkpointing(
     batch = {"input_ids": ids, "attention_mask": mask}, torch.arange(5) % 3
     fast, slow = (which.clipped_sum(model, losses(ARCHITECTURES["t5"]), batch) for which in (clipless, oracle))
     assert relative_error(fast, slow) <= 1e-3
+    for per_record in MODES.values():
+        assert self_checked(model, losses(ARCHITECTURES["t5"]), batch, len(lengths), per_record)
 
 
 SPEECH = {
@@ -301,6 +317,7 @@ def test_masked_positions_of_speech_are_learned(family: str) -> None:
     torch.testing.assert_close(found.norms[number], each.norm(dim=1), rtol=1e-3, atol=1e-9)
     torch.testing.assert_close(found.grads[names[number]], each.sum(0), rtol=1e-3, atol=1e-8)
     assert float(each.norm()) > 0
+    assert self_checked(model, drawn, batch, 4, per_record=True)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -12,6 +12,7 @@ from clipless import oracle
 from clipless.clipping import CLIPPINGS
 from clipless.preflight import relative_error
 from problems import CLASSES, losses
+from self_checking import MODES, self_checked
 
 KINDS = {
     "rnn": lambda **k: nn.RNN(5, 4, **k),
@@ -68,6 +69,20 @@ def test_packed_sequences_agree_with_the_oracle(
         fast, slow = (which.clipped_sum(model, losses, batch, how) for which in (clipless, oracle))
         torch.testing.assert_close(fast.norms, slow.norms, rtol=1e-4, atol=1e-7)
         assert relative_error(fast, slow) <= 1e-4
+
+
+@pytest.mark.parametrize("enforce_sorted", [False, True], ids=["unsorted", "sorted"])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_run_finds_no_fault_with_them(
+    kind: Callable[..., nn.RNNBase], variant: dict[str, object], enforce_sorted: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Packing(kind(**variant), enforce_sorted, True)
+    for lengths in filter(None, LENGTHS):
+        batch = batch_of(sorted(lengths, reverse=True) if enforce_sorted else lengths)
+        for per_record in MODES.values():
+            assert self_checked(model, losses, batch, len(lengths), per_record)
 
 
 def test_initial_states_go_with_their_records() -> None:

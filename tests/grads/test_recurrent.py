@@ -13,6 +13,7 @@ from clipless.clipping import CLIPPINGS
 from clipless.grads.rules import Use, generic, recurrent, recurrent_cell, rule_of
 from clipless.preflight import relative_error
 from problems import CLASSES, Problem, losses, normal, tokens
+from self_checking import MODES, self_checked
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
@@ -151,6 +152,13 @@ def test_engine_agrees_with_oracle(problem: Problem, clipping: str, groups: str)
         fast, slow = (which.clipped_sum(model, losses, batch, how) for which in (clipless, oracle))
         torch.testing.assert_close(fast.norms, slow.norms, rtol=1e-4, atol=1e-7)
         assert relative_error(fast, slow) <= 1e-4
+
+
+@pytest.mark.parametrize("per_record", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_a_run_finds_no_fault_with_it(problem: Problem, per_record: bool) -> None:
+    for records in (1, 2, 7):
+        assert self_checked(problem.model(), losses, problem.batch(records), records, per_record)
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell])

@@ -15,6 +15,7 @@ import clipless
 from clipless import oracle
 from clipless.preflight import relative_error
 from problems import losses
+from self_checking import MODES, self_checked
 
 T, D = 4, 6
 
@@ -252,6 +253,16 @@ def test_agrees_with_the_oracle(make: Callable[[], nn.Module], clipping, groups:
         torch.testing.assert_close(fast.norms, slow.norms, rtol=1e-3, atol=1e-6)
         assert relative_error(fast, slow) <= 1e-3
         assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("per_record", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_run_finds_no_fault_with_it(make: Callable[[], nn.Module], per_record: bool) -> None:
+    torch.manual_seed(0)
+    model = make()
+    for records in (1, 2, T, D):
+        batch = torch.randn(records, T, D), torch.arange(records) % 3
+        assert self_checked(model, losses, batch, records, per_record)
 
 
 @pytest.mark.parametrize("groups", ["flat", "per-layer"])

@@ -54,16 +54,18 @@ class Heard(Protocol):
 
 class Trial:
     """A backward pass of which nothing is used for training. `echoes` has what arrived at each tap, one after the other;
-    `totals`, if it adds up those of a pass, the sums over the records of what arrived in that one."""
+    `totals`, if it adds up those of a pass, the sums over the records of what arrived in that one. Kept `whole`, or in a
+    sketch."""
 
-    def __init__(self, adds_up: Entry | None = None) -> None:
+    def __init__(self, adds_up: Entry | None = None, whole: bool = False) -> None:
+        self._whole = whole
         self.echoes: dict[tuple[int, str], list[list[Tensor]]] = {}
         self.adds_up = adds_up
         self.totals = None if adds_up is None else adds_up.totals
 
     def hear(self, tap: Heard, grads: Sequence[Tensor]) -> None:
         pairs = zip(grads, tap.out_dims, strict=True)
-        kept = [g.detach().clone() if tap.unsure else sketch(g, dim or 0) for g, dim in pairs]
+        kept = [g.detach().clone() if tap.unsure or self._whole else sketch(g, dim or 0) for g, dim in pairs]
         self.echoes.setdefault(_key(tap), []).append(kept)
 
     def add(self, name: str, piece: Piece, like: Tensor) -> None:
@@ -94,6 +96,7 @@ class PartCheck:
         self._records, self._number, self._run = records, number, run
         self._seeds: list[Tensor] = []
         self._trials: list[Trial] = []
+        self._positions: Trial | None = None
         self._arrivals: dict[tuple[int, str], int] = {}
 
     def seed_losses(self, losses: Tensor) -> None:
@@ -115,9 +118,38 @@ class PartCheck:
             if not entry.loss_inside:
                 self._refuse_whole_batch(entry, arrived, dims)
                 self._seeded(outputs, arrived, dims, self._anchors())
+                self._seed_positions(entry, outputs, arrived)
         if entry.rerun is not None or not self.at_losses:
             self._run(outputs, arrived, self._anchors(), Trial(entry))
+        if self._positions is not None:
+            raise Misuse(
+                f"the input and the output of {entry.name!r} have as many numbers along their second dimension as there are "
+                "records in the first batch, and nothing tells which of them are the records. Call "
+                "private.backward(losses) with one loss per record, which tells."
+            )
         entry.grads = tuple(None if grad is None else grad.detach() for grad in grads)
+
+    def _seed_positions(self, entry: Entry, outputs: list[Tensor], grads: list[Tensor]) -> None:
+        """Where the first batch is square, seed what may be positions as well: if they too stay apart everywhere, nothing
+        tells which are the records."""
+        self._positions = None
+        if entry.square and self._trials and all(self._is_square(grad) for grad in grads):
+            self._positions = Trial(whole=True)
+            seeded = [_times(grad, self._seeds[0], 1) for grad in grads]
+            self._run(outputs, seeded, self._anchors(), self._positions)
+
+    def _is_square(self, grad: Tensor) -> bool:
+        return grad.shape[:2] == (self._records, self._records)
+
+    def _refute_positions(self, tap: Heard, grads: Sequence[Tensor], place: int) -> None:
+        assert self._positions is not None
+        echoes = self._positions.echoes.get(_key(tap), [])
+        if not all(self._is_square(grad) for grad in grads) or place >= len(echoes):
+            self._positions = None
+            return
+        pairs = zip(grads, echoes[place], strict=True)
+        if any(impurity(sketch(grad, 1), sketch(echo, 1), self._seeds[0]) > IMPURE for grad, echo in pairs):
+            self._positions = None
 
     def compare(self, tap: Heard, grads: Sequence[Tensor]) -> None:
         """The gradients that arrived at a tap, beside those of the seeded passes; refused if records are not apart."""
@@ -129,6 +161,8 @@ class PartCheck:
         if any(place >= len(echo) for echo in echoes):
             return
         seeded = [echo[place] for echo in echoes]
+        if self._positions is not None:
+            self._refute_positions(tap, grads, place)
         if tap.unsure:
             tap.settle(self._told(tap, grads, seeded))
             return
@@ -170,12 +204,6 @@ class PartCheck:
     def _refuse_whole_batch(self, entry: Entry, grads: list[Tensor], dims: Dims) -> None:
         """Rows of records and positions together may be in the order of the records; seeds then tell if they are."""
         for grad, dim in zip(grads, dims, strict=True):
-            if entry.square and grad.shape[:2] == (self._records, self._records):
-                raise Misuse(
-                    f"the input and the output of {entry.name!r} have as many numbers along another dimension as there are "
-                    "records in the first batch, so nothing tells which of them are the records. Call "
-                    "private.backward(losses) with one loss per record, which tells."
-                )
             if dim is None and (grad.dim() == 0 or len(grad) % self._records != 0):
                 raise Misuse(
                     f"the loss is computed from an output of {entry.name!r} that has no row for each record, such as a mean "
@@ -195,7 +223,7 @@ def _times(grad: Tensor, seeds: Tensor, dim: int | None) -> Tensor:
 def mixed(tap: Heard) -> CliplessError:
     if tap.owner == ROOT and tap.entry is not None:
         return Misuse(
-            f"what is computed from the output of {tap.entry.name!r} mixes the records: the loss of one depends on others (a "
+            f"what is computed from the output of {tap.entry.name!r} mixes the records: one's loss depends on others (a "
             "weighted mean, a mean over all tokens, contrastive pairs, a statistic of the batch). Give private.backward one "
             "loss per record, each of that record alone: reduction='none', and means over a record's own tokens."
         )

@@ -15,6 +15,7 @@ from clipless.grads.layout import selected
 from clipless.grads.randomness import same_random_state
 from clipless.grads.rules.generic import differentiable
 from clipless.grads.seeds import shuffled, sketch
+from clipless.grads.ways import TROUBLES
 
 # Relative to the larger of both sums; what the parameter adds to the whole gradient below the floor is rounding. Sums that
 # went through 16 bits keep three digits.
@@ -34,8 +35,7 @@ def refuse_lost(entry: Entry, parameters: Mapping[str, nn.Parameter]) -> None:
     drift = _drift(entry, outputs)
     parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     plain = _gradients(outputs, entry.grads, parameters)
-    half = any(output.dtype.itemsize < 4 for output in outputs) or entry.rerun.autocast[1]
-    half = half or any(parameter.dtype.itemsize < 4 for parameter in parameters.values())
+    half = any(output.dtype.itemsize < 4 for output in outputs) or _half(entry)
     del outputs
     tolerance = max(HALF_TOLERANCE if half else TOLERANCE, AMPLIFIED * drift)
     lengths = {name: _length(grad) for name, grad in plain.items()}
@@ -52,26 +52,30 @@ def refuse_lost(entry: Entry, parameters: Mapping[str, nn.Parameter]) -> None:
 def refuse_dependent(entry: Entry) -> None:
     """Run a checked pass again with other records in half of the rows, and refuse it if the outputs of the rest are others.
 
-    As many rows go in as before, so that the same random numbers meet the same rows; if the model draws another number of
-    them, depending on the records, nothing can be told.
+    As many rows go in as before, so that the same random numbers meet the same rows. If the model draws another number of
+    them, depending on the records, or does not take these records together, nothing can be told.
     """
     assert entry.rerun is not None
     if entry.records < 2:
         return
     rows = torch.arange(entry.records)
     stays = shuffled(entry.records, entry.records) < entry.records // 2
-    with torch.no_grad():
-        taken = selected(entry.rerun.inputs, entry.reading, torch.where(stays, rows, rows.roll(1)))
-        output, drawn = entry.rerun(taken)
+    taken = selected(entry.rerun.inputs, entry.reading, torch.where(stays, rows, rows.roll(1)))
+    try:
+        with torch.no_grad():
+            output, drawn = entry.rerun(taken)
+    except TROUBLES:
+        return
     others = _sketches(entry, _at_places(entry, output))
     if entry.drawn is None or not same_random_state(entry.drawn, drawn) or not _alike(entry.values, others):
         return
+    tolerance = HALF_TOLERANCE if _half(entry) else DEPENDENT
     for one, other, dim in zip(entry.values, others, entry.out_dims, strict=True):
         if dim is None:
             continue
         ours, theirs = (value[stays.to(value.device)].flatten(1).double() for value in (one, other))
         told = ours.isfinite().all(1)
-        same = (ours - theirs).norm(dim=1) <= DEPENDENT * (ours.norm(dim=1) + 1e-3 * ours[told].norm())
+        same = (ours - theirs).norm(dim=1) <= tolerance * (ours.norm(dim=1) + 1e-3 * ours[told].norm())
         if bool((told & ~same).any()):
             raise UnsupportedModule(
                 f"the output of {entry.name!r} for one record depends on the other records of the batch (a statistic over "
@@ -93,13 +97,18 @@ def refuse_coupled(entry: Entry, averaged: bool) -> None:
             (loss,) = _at_places(entry, output)[: len(entry.places)][:1] or [torch.zeros(())]
             weighted.append(float(loss) * (len(rows) if averaged else 1))
     whole, *halves = weighted
-    half = entry.rerun.autocast[1] or any(p.dtype.itemsize < 4 for p in entry.rerun.module.parameters())
-    if not abs(whole - sum(halves)) <= (HALF_TOLERANCE if half else TOLERANCE) * sum(map(abs, halves)):
+    if not abs(whole - sum(halves)) <= (HALF_TOLERANCE if _half(entry) else TOLERANCE) * sum(map(abs, halves)):
         raise Misuse(
             f"the loss that {entry.name!r} returns is not the {'mean' if averaged else 'sum'} of one loss per record, as "
             "loss_reduction says: a mean over all tokens, or with class weights, divides by what others have. Compute "
             "one loss per record from the model's output, and call private.backward(losses)."
         )
+
+
+def _half(entry: Entry) -> bool:
+    """Whether it computes, or may compute, with 16 bits."""
+    assert entry.rerun is not None
+    return entry.rerun.autocast[1] or any(p.dtype.itemsize < 4 for p in entry.rerun.module.parameters())
 
 
 def _at_places(entry: Entry, output: Any) -> list[Tensor]:
