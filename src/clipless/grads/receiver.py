@@ -73,8 +73,11 @@ class Receiver:
             kept = kept.copied()
         use = Use(call.module, args, kwargs, call.dims, call.out_dims, tuple(call.wanted), part.records, kept)
         grads = tuple(grad.movedim(dim, 0) if dim else grad for grad, dim in zip(grads, call.out_dims, strict=True))
-        with self.plainly():
+        self.busy.now = True
+        try:
             pieces = self.rules[call.owner](use, grads)
+        finally:
+            self.busy.now = False
         for local, name in call.wanted.items():
             if local not in pieces:
                 raise not_its_own(name, call.module)

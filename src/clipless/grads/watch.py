@@ -1,7 +1,6 @@
 """What a batch writes into the model: parameters, buffers and tensors kept as attributes, which no noise would protect."""
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +26,6 @@ def spectral_buffers(model: nn.Module) -> list[Tensor]:
     return [buffer for norm in norms for buffer in norm._buffers.values() if buffer is not None]
 
 
-class Seen(NamedTuple):
-    """A tensor as it was: which, its version, and a copy of its contents, None if these were not looked at."""
-
-    tensor: Tensor
-    version: int
-    value: Tensor | None
-
-    def same(self, tensor: Tensor | None) -> bool:
-        if tensor is not self.tensor or tensor._version != self.version:
-            return False
-        return self.value is None or _equal(tensor.detach(), self.value)
-
-
 class StateWatch:
     """Notices parameters and buffers that are written to, or replaced, while a batch is open.
 
@@ -50,20 +36,23 @@ class StateWatch:
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
         self._parameters = dict(model.named_parameters())
-        self._before: dict[str, Seen] = {}
-        self._attributes: dict[tuple[str, str], Seen] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._versions: list[int] = []
+        self._values: dict[str, Tensor] = {}
+        self._attributes: dict[tuple[str, str], Tensor] = {}
         self.is_open = False
 
     def open(self, closely: bool) -> None:
         """Note everything as it is, with its contents or without."""
-        now = {**self._parameters, **watched_buffers(self._modules)}
-        self._before = {name: _seen(tensor, closely) for name, tensor in now.items()}
-        self._attributes = {where: _seen(tensor, True) for where, tensor in self._own()} if closely else {}
+        self._tensors = {**self._parameters, **watched_buffers(self._modules)}
+        self._versions = [tensor._version for tensor in self._tensors.values()]
+        self._values = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if closely else {}
+        self._attributes = {where: tensor.detach().clone() for where, tensor in self._own()} if closely else {}
         self.is_open = True
 
     def close(self) -> None:
         """The batch is over: whatever is written now is no business of it."""
-        self._before, self._attributes, self.is_open = {}, {}, False
+        self._tensors, self._versions, self._values, self._attributes, self.is_open = {}, [], {}, {}, False
 
     def refuse_pass(self, records: int) -> None:
         """Raise if a forward pass has left anything in the model."""
@@ -88,20 +77,25 @@ class StateWatch:
 
     def _changed(self) -> str | None:
         """The first parameter or buffer that is not what it was, if any."""
-        now = {**self._parameters, **watched_buffers(self._modules)}
-        return next((name for name, seen in self._before.items() if not seen.same(now.get(name))), None)
+        for name, buffer in watched_buffers(self._modules).items():
+            if self._tensors.get(name) is not buffer:
+                return name
+        if [tensor._version for tensor in self._tensors.values()] != self._versions:
+            pairs = zip(self._tensors.items(), self._versions, strict=True)
+            return next(name for (name, tensor), version in pairs if tensor._version != version)
+        changed = (name for name, value in self._values.items() if not _equal(self._tensors[name].detach(), value))
+        return next(changed, None)
 
     def _kind(self, name: str) -> str:
         return "parameter" if name in self._parameters else "buffer"
 
     def _put_back(self) -> None:
         owners = dict(self._modules)
-        for name, (tensor, _, value) in self._before.items():
-            if value is not None:
-                tensor.data.copy_(value)
-                owner, _, own_name = name.rpartition(".")
-                if name not in self._parameters:
-                    owners[owner]._buffers[own_name] = tensor
+        for name, value in self._values.items():
+            self._tensors[name].data.copy_(value)
+            owner, _, own_name = name.rpartition(".")
+            if name not in self._parameters:
+                owners[owner]._buffers[own_name] = self._tensors[name]
 
     def _own(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         for path, module in self._modules:
@@ -114,9 +108,9 @@ class StateWatch:
         if not self._attributes:
             return
         now = dict(self._own())
-        for (path, name), seen in self._attributes.items():
-            found, value = now.get((path, name)), seen.value
-            if found is None or value is None or seen.same(found):
+        for (path, name), value in self._attributes.items():
+            found = now.get((path, name))
+            if found is None:
                 continue
             last_pass = found.requires_grad or records in found.shape or found.shape != value.shape
             if not last_pass and not _equal(found, value):
@@ -125,10 +119,6 @@ class StateWatch:
                     "forward pass, such as a moving average: it would store the records without noise. Keep nothing of "
                     "the records in forward."
                 )
-
-
-def _seen(tensor: Tensor, closely: bool) -> Seen:
-    return Seen(tensor, tensor._version, tensor.detach().clone() if closely else None)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

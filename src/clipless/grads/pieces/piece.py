@@ -7,8 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from clipless.grads.pieces.rows import squared_lengths
+from clipless.grads.pieces.rows import squared_lengths, widest
 from clipless.grads.pieces.scratch import empty
+
+FEW = 2**14
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,11 @@ def weighted_sum(piece: Piece, factors: Tensor, like: Tensor) -> Tensor:
 
 
 def sq_norm(rows: Tensor) -> Tensor:
-    """Squared length of each row of a buffer, [b]."""
-    return squared_lengths([rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)])[0]
+    """Squared length of each row of a buffer, [b]. Few numbers are added up in float64 by torch, with less ado."""
+    flat = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
+    if flat.numel() <= FEW:
+        return torch.linalg.vector_norm(flat, dim=1, dtype=widest(flat.device)).square()
+    return squared_lengths([flat])[0]
 
 
 def kept(rows: Tensor, mask: Tensor) -> Tensor:
