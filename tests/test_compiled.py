@@ -201,17 +201,6 @@ def test_there_are_threads_for_what_is_worth_it(restored: None) -> None:
     ]  # fmt: skip
 
 
-def test_torch_and_the_library_share_their_threads() -> None:
-    """Two OpenMP libraries in one process would each keep the other's cores busy."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("there is no list of what is loaded")
-    torch.ones(10**6).sum()
-    results()
-    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line or "libiomp" in line}
-    assert len(loaded) <= 1, loaded
-
-
 def in_a_process(script: str) -> None:
     """Run the script, which may import this file, in a process of its own; it ends with 0 if all is well."""
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -220,6 +209,23 @@ def in_a_process(script: str) -> None:
         capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": paths},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_torch_and_the_library_share_their_threads() -> None:
+    """Two OpenMP libraries in one process would each keep the other's cores busy. In a process of its own: other packages
+    that tests load bring theirs along."""
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("there is no list of what is loaded")
+    in_a_process("""
+        import torch
+        from pathlib import Path
+        from test_compiled import results
+        torch.ones(10**6).sum()
+        results()
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        loaded = {line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line}
+        assert len(loaded) == 1, loaded
+    """)
 
 
 def test_a_forked_child_computes_the_same_and_never_waits() -> None:
