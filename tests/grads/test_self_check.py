@@ -4,6 +4,7 @@ every mixing, every lost gradient found before anything is released."""
 import copy
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -324,6 +325,26 @@ def test_a_model_that_returns_its_loss_is_refused_unless_it_is_a_mean_over_the_r
         with pytest.raises(Misuse, match=r"not the mean of one loss per record.*private\.backward"):
             train()
         assert private.ledger.steps == 0
+
+
+class Wrapping(nn.Module):
+    """Returns its output in an object of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.last(x))
+
+
+@MODES
+def test_an_output_that_cannot_be_found_is_refused(per_record: bool) -> None:
+    with pytest.raises(UnsupportedModule, match="no tensor is found.*Return tensors"):
+        run(
+            Wrapping(), PROBLEMS["linear-2d"].batch(RECORDS), per_record=per_record,
+            losses=lambda out, y: F.cross_entropy(out.logits, y, reduction="none"),
+        )  # fmt: skip
 
 
 class Hidden(nn.Module):

@@ -75,7 +75,8 @@ class Entry:
     Of a pass that is checked, `outputs` are its outputs before the tap on them, at these `places` among its floating-point
     tensors; `out_dims` says where their records lie, `values` is a sketch of what they were, and `drawn` the random state
     then. `grads` are the gradients that arrived there, and `totals` the sums over the records of every parameter's gradient,
-    without clipping, that these led to. `loss_inside` is set if the module returned the loss of the whole
+    without clipping, that these led to. `hidden` is set if no output was found that has a gradient,
+    `loss_inside` is set if the module returned the loss of the whole
     batch, `averaged` if that is a mean.
     """
 
@@ -94,6 +95,7 @@ class Entry:
     drawn: RandomState | None = None
     grads: tuple[Tensor | None, ...] | None = None
     totals: dict[str, Tensor] = field(default_factory=dict)
+    hidden: bool = False
     loss_inside: bool = False
     averaged: bool = False
 

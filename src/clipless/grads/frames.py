@@ -203,3 +203,10 @@ def modes_changed() -> CliplessError:
         "train() or eval() was called between the forward pass and its backward(), so what is computed again for the "
         "gradients of single records would not be the same. Call backward() first."
     )
+
+
+def hidden_output(name: str) -> CliplessError:
+    return UnsupportedModule(
+        f"{name!r} returns an object in which no tensor is found, so nothing can be checked. Return tensors, or tuples, "
+        "lists, dictionaries or dataclasses of them."
+    )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from clipless.errors import CliplessError, Misuse
 from clipless.grads.checks import ROOT, Trial, gradients_set_aside, leaves_of
 from clipless.grads.entry import Entry
-from clipless.grads.frames import Part, interrupted, modes_changed, not_its_own, rounded_mean, used_again
+from clipless.grads.frames import Part, hidden_output, interrupted, modes_changed, not_its_own, rounded_mean, used_again
 from clipless.grads.layout import Dims
 from clipless.grads.pieces import Piece
 from clipless.grads.rules import LayerRule, Use
@@ -142,6 +142,8 @@ class Receiver:
         """Check the gradients that arrived, if this is for now; whether pieces are to be made of them."""
         if part.averaged and any(grad.dtype.itemsize < 4 for grad in grads):
             raise rounded_mean()
+        if tap.entry is not None and tap.entry.hidden:
+            raise hidden_output(tap.entry.name)
         check, trial = part.check, self.trial
         if trial is None:
             if check is not None and check.at_losses:

@@ -57,6 +57,7 @@ class SelfCheck:
         floating = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         places = [k for k in floating if leaves[k].requires_grad]
         if not places:
+            entry.hidden = True
             return output
         if part.check is None:
             part.check = PartCheck(part.records, self._number, self._receiver.run)
