@@ -327,6 +327,21 @@ def test_a_pass_without_gradients_on_the_open_batch_writes_nothing_either(write:
     private.detach()
 
 
+def test_a_write_is_seen_in_steps_that_are_not_checked_too() -> None:
+    model = Writes(lambda model, mean: None)
+    private, optimizer = attach(model, records(12))
+    batches = iter(private.loader)
+    for _ in range(2):
+        x, y = next(batches)
+        private.backward(F.cross_entropy(model(x), y, reduction="none"))
+        optimizer.step()
+    x, _ = next(batches)
+    model.write = average
+    with pytest.raises(UnsupportedModule, match="parameter 'average' changes"):
+        model(x)
+    private.detach()
+
+
 def test_averages_of_weights_after_the_step_are_welcome() -> None:
     model = Writes(lambda model, mean: None)
     private, optimizer = attach(model, records(12))

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import clipless
 from clipless import CliplessError, Misuse, UnsupportedModule
+from clipless.grads.pieces import Instantiated
 from clipless.grads.seeds import impurity, seed_passes, sketch
 from problems import PROBLEMS, Problem
 
@@ -399,6 +400,34 @@ def test_a_gradient_is_there_or_refused_by_name(
         return
     ours = clipless.clipped_sum(model, losses, (x, y)).grads["p"]
     torch.testing.assert_close(ours, clipless.oracle.clipped_sum(model, losses, (x, y)).grads["p"])
+
+
+@MODES
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_gradient_that_gets_lost_on_its_way_is_refused_by_name(kept: float, per_record: bool) -> None:
+    """All of one parameter's gradient, half of it, a hundredth: by a rule of a layer that is wrong."""
+    torch.manual_seed(0)
+    model, (x, y) = PROBLEMS["linear-2d"].model(), PROBLEMS["linear-2d"].batch(RECORDS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = clipless.make_private(
+        model, optimizer, TensorDataset(x, y), noise_multiplier=1.0, delta=1e-3, accountant="rdp", steps=2, seed=1,
+        batch_size=RECORDS, loss_reduction="sum",
+    )  # fmt: skip
+    rules = private._engine.tape.rules
+    true = rules["0"]
+
+    def wrong(use: Any, grads: tuple[Tensor, ...]) -> dict[str, Any]:
+        pieces = true(use, grads)
+        return {**pieces, "weight": Instantiated(kept * pieces["weight"].per_record())}
+
+    rules["0"] = wrong
+    inputs, labels = next(iter(private.loader))
+    losses = F.cross_entropy(model(inputs), labels, reduction="none")
+    private.backward(losses) if per_record else losses.sum().backward()
+    with pytest.raises(UnsupportedModule, match="gradient of parameter '0.weight' is not what plain autograd gives"):
+        optimizer.step()
+    assert private.ledger.steps == 0
+    private.detach()
 
 
 class Skips(nn.Module):
