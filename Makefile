@@ -4,18 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
-PINNED := pyproject.toml constraints.txt hatch_build.py $(wildcard src/clipless/compiled/*.c)
+PINNED := pyproject.toml constraints.txt hatch_build.py $(wildcard src/clipless/native/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep figures bench models-page lint format clean
+.PHONY: help demo test sweep soak figures bench audit models-page zoo lint format clean
 
 help:
 	@echo "make demo    train digits without privacy, with Abadi clipping and with AUTO-S, side by side"
 	@echo "make test    lint, type check and run all tests"
 	@echo "make sweep   calibrate over the whole range of epsilon, delta, rate and steps: 15 minutes"
+	@echo "make soak    100,000 steps of a small model: memory and time of a step must stay what they are"
 	@echo "make figures train and draw what docs/clipping.md shows"
 	@echo "make bench   time and memory of private training over plain, for the table in the README"
+	@echo "make audit   attack every clipping and noise source, and MNIST=FOLDER if given, for docs/audit.md: 10 minutes"
 	@echo "make models-page  write docs/models.md, the list of what is exact, falls back or is refused"
+	@echo "make zoo     compare every architecture of transformers and others with single records: 15 minutes"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make clean   remove .venv, caches and runs"
@@ -29,6 +32,9 @@ test: lint
 sweep: $(VENV)/.test
 	$(BIN)/python tests/accounting/sweep.py
 
+soak: $(VENV)/.test
+	$(BIN)/python benchmarks/soak.py
+
 figures: $(VENV)/.test
 	$(PIP) -c constraints.txt -e '.[figures]'
 	$(BIN)/python experiments/clipping.py
@@ -36,10 +42,17 @@ figures: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(PIP) -c constraints.txt -e '.[bench]'
-	$(BIN)/clipless bench --out benchmarks/results
-	$(BIN)/clipless bench --from benchmarks/results/bench.json --readme README.md
+	$(BIN)/clipless bench --malloc both --out benchmarks/results
+	$(BIN)/clipless bench --from benchmarks/results --readme README.md
+
+audit: $(VENV)/.test
+	$(BIN)/python experiments/audit.py $(if $(MNIST),--mnist $(MNIST))
 
 models-page: $(VENV)/.runtime
+	$(BIN)/python experiments/models_page.py
+
+zoo: $(VENV)/.test
+	$(BIN)/python experiments/judge_zoo.py
 	$(BIN)/python experiments/models_page.py
 
 lint: $(VENV)/.test

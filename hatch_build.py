@@ -1,4 +1,4 @@
-"""Compiles src/clipless/compiled while the package is built, where there is a C compiler.
+"""Compiles src/clipless/native while the package is built, where there is a C compiler.
 
 Without one the package works just the same, more slowly.
 """
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES, LIBRARY = "src/clipless/compiled", "src/clipless/compiled/_compiled.so"
+SOURCES, LIBRARY = "src/clipless/native", "src/clipless/native/_compiled.so"
 FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-fPIC"]
 # Files that numpy must be able to repeat bit for bit: each operation rounds once, none are fused.
-EXACT = {"normals.c", "noise.c"}
+EXACT = {"noise.c"}
 # With threads, or without them where the compiler has none.
 THREADS = (["-fopenmp"], [])
 

@@ -31,10 +31,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import clipless
-from clipless import data as data_sets
-from clipless import models, training
-from clipless.bench import machine
-from clipless.bench.timing import order
+from clipless.app import data as data_sets
+from clipless.app import models, training
+from clipless.app.bench import machine
+from clipless.app.bench.timing import order
+from clipless.runs.run_folder import RunFolder
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("setup", "train", "test", "accounting")
@@ -190,7 +191,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "fashion.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    training.check_writable(arguments.out.parent)
+    RunFolder(arguments.out.parent).check_writable()
     data = data_sets.load(arguments.data)
     found = record(train(data, arguments), data, arguments)
     arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

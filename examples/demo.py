@@ -21,7 +21,7 @@ VERSIONS = {"not private": "none", "Abadi": "abadi", "AUTO-S": "auto-s"}
 def train(clipping: str, out: Path, *more: str) -> dict[str, Any]:
     """The record that `clipless train --json` prints; an error of the command is shown and ends the demo."""
     options = ["--clipping", clipping, "--epsilon", str(EPSILON), "--out", str(out), "--json", *more]
-    command = [sys.executable, "-m", "clipless.cli", "train", *options]
+    command = [sys.executable, "-m", "clipless.app.cli", "train", *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(done.returncode)

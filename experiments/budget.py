@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.progress import Progress
 
 from clipless.accounting import ACCOUNTANTS, epsilon, noise_multiplier
-from clipless.cli.drawing import plain
-from clipless.report import figure, lines, save
-from clipless.report.budget import Budget, curves
+from clipless.app.charts import figure, lines, save
+from clipless.app.charts.budget import Budget, curves
+from clipless.app.charts.drawing import plain
 
 DOCS = Path(__file__).parents[1] / "docs"
 EPSILON, DELTA, RECORDS, BATCH, EPOCHS = 3.0, 1e-5, 60_000, 2048, 40

@@ -16,8 +16,8 @@ mpl.use("svg")
 import matplotlib.pyplot as plt
 
 import clipless
-from clipless import data as data_sets
-from clipless import models, training
+from clipless.app import data as data_sets
+from clipless.app import models, training
 from clipless.clipping import Clipping
 from clipless.thresholds import DCE, DCP, Setting
 from clipless.thresholds.dc_e import CANDIDATES, expected_error

@@ -2,6 +2,7 @@
 run: `make models-page`."""
 
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import clipless
-from clipless.grads.refusals import REFUSALS
-from clipless.grads.rules import generic
-from clipless.grads.rules.use import NAMED, REGISTRY, LayerRule
+from clipless.gradients.capture.refusals import REFUSALS
+from clipless.gradients.layers import generic
+from clipless.gradients.layers.rule import NAMED, REGISTRY, LayerRule
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+ZOO = Path(__file__).parents[1] / "benchmarks" / "results" / "zoo.json"
+VERDICTS = ("exact", "refused", "mixes", "wrong", "crash", "slow")
 RECORDS, POSITIONS, WIDTH, CLASSES = 5, 3, 4, 3
 
 
@@ -133,10 +136,40 @@ class Centred(nn.Module):
         return out - out.mean(0)
 
 
-FOUND_OUT: dict[str, Callable[[], nn.Module]] = {
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.LazyLinear(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weight, chosen = self.router(rows).softmax(1).max(1)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            (here,) = torch.where(chosen == number)
+            out = out.index_add(0, here, expert(rows[here]) * weight[here, None])
+        return self.head(out.view_as(x).flatten(1))
+
+
+class Neighbours(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.LazyLinear(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.inner(x.flatten(0, 1))
+        return self.head((rows + rows.roll(1, 0)).view_as(x).flatten(1))
+
+
+FALLBACKS |= {
     "A parameter that is used outside its module's forward": Borrowed,
-    "A buffer that learns from the records": Tracking,
     "Records that are flattened together with positions": Merged,
+    "Rows that are sent to experts": Experts,
+}
+FOUND_OUT: dict[str, Callable[[], nn.Module]] = {
+    "A buffer that learns from the records": Tracking,
+    "Rows of flattened records that meet their neighbours": Neighbours,
     "A model or a loss in which records meet (found by `clipless.check`)": Centred,
 }
 
@@ -165,6 +198,11 @@ def page() -> str:
             "Slower than a rule where gradients per record are written out. The models in the table were compared with the",
             "loop over single records when the page was written.",
             "",
+            "- **rows**: rows that are not the records: positions flattened together with them, windows, choices, rows sent",
+            "  to experts, one call per record. Backward passes whose losses are multiplied by powers of two, each record's",
+            "  by its own, tell in every step which record each row belongs to. A row that belongs to several is refused.",
+            "  Such models take one more backward pass per step for up to 32 records, two for up to 1,024; give",
+            "  `private.backward` one loss per record.",
             "- **by operation**: a parameter that is in no known layer is followed to the operations in which it meets the",
             "  records, and these are differentiated record by record.",
             f"- **generic**: the module is run again, one record at a time. {note(generic)}",
@@ -179,6 +217,7 @@ def page() -> str:
             "",
             *table(("What", "Message"), found_out()),
             "",
+            *zoo(),
         ]
     )
 
@@ -226,6 +265,37 @@ def found_out() -> list[tuple[str, str]]:
             raise AssertionError(f"{what}: expected a refusal.")
         rows.append((what, re.sub(r"(?<=by )[\d.]+(e[+-]\d+)?", "…", report.problems[0])))
     return rows
+
+
+def zoo() -> list[str]:
+    """What `make zoo` found, by family."""
+    if not ZOO.exists():
+        return []
+    found = json.loads(ZOO.read_text(encoding="utf-8"))
+    cases = [case for case in found["cases"] if case["verdict"] != "unbuilt"]
+    rows = []
+    for family in dict.fromkeys(case["family"] for case in cases):
+        here = [case["verdict"] for case in cases if case["family"] == family]
+        rows.append((family, *(str(here.count(kind)) for kind in VERDICTS)))
+    rows.append(("all", *(str([case["verdict"] for case in cases].count(kind)) for kind in VERDICTS)))
+    reasons: dict[str, list[str]] = {}
+    for case in cases:
+        if case["verdict"] not in ("exact", "mixes"):
+            why = re.sub(r"\(\(.*?\)\)", "(…)", re.sub(r"'[^']*'", "…", case["why"])).split(". ")[0].split(": ")[0]
+            reasons.setdefault(f"{case['verdict']}: {why}", []).append(f"`{case['name']}`")
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return [
+        "## Models that nobody here wrote",
+        "",
+        "Tiny configurations of every architecture in transformers' task mappings, torch's own samples of its modules and",
+        "models of other packages, with BatchNorm replaced and without dropout, each compared with single records by",
+        f"`make zoo` ({versions}). *Mixes* are models whose gradient on a batch is indeed not the sum over its records.",
+        "",
+        *table(("Family", *(kind.capitalize() for kind in VERDICTS)), rows),
+        "",
+        *table(("What is not exact", "Models"), [(why, ", ".join(names)) for why, names in reasons.items()]),
+        "",
+    ]
 
 
 def built(make: Callable[[], nn.Module]) -> nn.Module:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from clipless.compiled import LIBRARY
+from clipless.native import LIBRARY
 
 ROOT = Path(__file__).parents[1]
 

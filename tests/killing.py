@@ -1,29 +1,38 @@
 """A process that trains, kills its own children in the middle of training, resumes, and says what it found.
 
-Run as a script with a folder: one warm process, so that a child costs a fork and not an import. Children die by SIGKILL,
-sent from outside at a random moment, or raised by themselves inside a write to the disk. Prints one JSON list.
+Run as a script with a folder and a kind of noise: one warm process, so that a child costs a fork and not an import. Children
+die by SIGKILL, sent from outside at a random moment, or raised by themselves inside a write to the disk. Prints one JSON
+list.
+
+With a seed all runs are the same from their beginning. Secure runs are the same from a checkpoint on, so all of them begin
+with copies of one that was saved before the first step.
 """
 
 import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from clipless.accounting.chain import read_ledger
-from clipless.data.dataset import Data, make_data
-from clipless.keeping import Saving
-from clipless.training import Progress, Settings, save_run, train
+from clipless.app.data.dataset import Data, make_data
+from clipless.app.training import TrainingProgress, TrainingSettings, save_run, train
+from clipless.app.training.saving import Saving
+from clipless.errors import Interrupted
+from clipless.runs.ledger_file import read_ledger
 
 REAL_WRITE = os.write
-KILLS = {"moment": 20, "write": 12}
-SETTINGS = Settings(model="linear", clipping="dc-e", epsilon=5.0, epochs=8, batch_size=32, seed=1, accountant="rdp")
+KILLS = {"secure": {"moment": 20, "write": 12}, "seeded": {"moment": 3, "write": 5}}
+SECURE = TrainingSettings(model="linear", clipping="dc-e", epsilon=5.0, epochs=8, batch_size=32, accountant="rdp")
+SETTINGS = {"secure": SECURE, "seeded": replace(SECURE, seed=1)}
 
 
 def blobs() -> Data:
@@ -34,15 +43,22 @@ def blobs() -> Data:
     return make_data("blobs", (x[:96], y[:96]), (x[96:], y[96:]))
 
 
+def saved_start(data: Data, out: Path) -> Path:
+    """A secure run that has only been saved."""
+    with suppress(Interrupted):
+        train(data, SECURE, saving=Saving(out), stop=lambda: True)
+    return out
+
+
 def run(data: Data, out: Path) -> None:
     """Begin or resume, and finish. After each step a line in a side file says that its result was seen, and what it was:
     the threshold set from the released statistic stands for it."""
     seen = os.open(out.with_suffix(".seen"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def note(progress: Progress) -> None:
+    def note(progress: TrainingProgress) -> None:
         REAL_WRITE(seen, f"{progress.step} {progress.threshold!r}\n".encode())
 
-    result = train(data, SETTINGS, note, Saving(out, resume=True, every=0.02))
+    result = train(data, SETTINGS[NOISE], note, Saving(out, resume=True, every=0.02))
     save_run(result, out)
     os.close(seen)
 
@@ -130,21 +146,27 @@ def ended(data: Data, out: Path) -> dict[str, object]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     data, chance = blobs(), random.Random(0)
-    run(data, folder / "whole")
-    start = time.perf_counter()
-    run(data, folder / "again")
-    seconds = time.perf_counter() - start
+    first = saved_start(data, folder / "start") if NOISE == "secure" else None
+    for name in ("whole", "again"):
+        if first:
+            shutil.copytree(first, folder / name)
+        start = time.perf_counter()
+        run(data, folder / name)
+        seconds = time.perf_counter() - start
     trials = [{"how": "never", **found(folder / "whole"), **ended(data, folder / "whole")}]
-    for kind, kills in KILLS.items():
+    for kind, kills in KILLS[NOISE].items():
         number = 0
         while number < kills:
             out = folder / f"{kind}-{len(trials)}"
+            if first:
+                shutil.copytree(first, out)
             trial: dict[str, object] = {"how": kind, "kills": 0, "states": []}
             for _ in range(chance.choice([1, 1, 1, 3])):
                 if (out / "run.json").exists():
                     break
                 if kind == "moment":
-                    struck = killed_at_moment(data, out, chance.uniform(0, seconds))
+                    # How long a run takes changes with what else the machine has to do.
+                    struck = killed_at_moment(data, out, chance.choice((0.5, 1, 2)) * chance.uniform(0, seconds))
                 else:
                     call = round(120 ** chance.random())
                     struck = killed_in_write(data, out, call, chance.choice([0, 0.3, 0.9, 1]))
@@ -154,6 +176,8 @@ def main(folder: Path) -> None:
             trials.append(trial | ended(data, out))
     sys.stdout.write(json.dumps(trials))
 
+
+NOISE = sys.argv[2] if __name__ == "__main__" else "secure"
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

@@ -1,15 +1,19 @@
 """One part of a batch through the engine with the checks that a run makes of itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clipless.grads import Engine, Tuner
+from clipless.gradients import Engine, Kernels
 from clipless.partition import partition
 
 MODES = {"losses": True, "loss": False}
+
+
+def everything(norms: Tensor, groups: Sequence[int]) -> Tensor:
+    return torch.ones_like(norms)
 
 
 def self_checked(
@@ -17,16 +21,13 @@ def self_checked(
 ) -> dict[str, Tensor]:
     """The sums without clipping, after both checks, as `private.backward` or `loss.backward()` on a sum makes them."""
     groups = partition("flat", [name for name, p in model.named_parameters() if p.requires_grad])
-    engine = Engine(model, groups, lambda norms, groups: torch.ones_like(norms), lambda norms: None, Tuner())
-    engine.tape.self_check.active = True
-    engine.tape.attach()
+    engine = Engine(model, groups, everything, lambda norms: None, Kernels(), checks_itself=True)
+    engine.attach()
     try:
-        engine.open(records, 1.0)
+        engine.open(records, averaged=False)
         losses = loss_fn(model, batch)
         engine.backward(losses) if per_record else losses.sum().backward()
-        checked = len(engine._checked)
-        engine.refuse_unsound()
-        assert checked == (records > 0), "no pass was checked"
-        return dict(engine.sums)
+        assert engine.refuse_unsound() == (records > 0), "no pass was checked"
+        return engine.complete()
     finally:
-        engine.tape.detach()
+        engine.detach()

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clipless
+from allocations import effective_multiplier
 from clipless.clipping import CLIPPINGS, RULES, AutoS, Global, as_clipping
 from clipless.partition import partition
-from clipless.plan import effective_multiplier, noise_stddevs, sensitivity
+from clipless.plan import noise_stddevs, sensitivity
 
 EVERY_RULE = {**RULES, "global-scaled": Global(ratio=4.0)}
 ODD_NORMS = [0.0, 1e-45, 1e-30, 1.0, 1e30, math.inf, math.nan]
@@ -167,7 +168,7 @@ def test_bad_thresholds_are_refused(make, bad) -> None:
 
 
 def test_a_threshold_vector_must_fit_the_groups() -> None:
-    with pytest.raises(clipless.InvalidArgument, match="3 thresholds were given for 2 groups"):
+    with pytest.raises(clipless.InvalidArgument, match="3 thresholds for 2 groups"):
         clipless.abadi(threshold=[1.0, 1.0, 1.0]).start(2)
 
 

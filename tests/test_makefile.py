@@ -21,9 +21,15 @@ QUICK: dict[str, list[tuple[list[str], str]]] = {
         (["experiments/budget.py", "--quick", "--docs", "docs"], "docs/figures/budget.json"),
     ],
     "sweep": [(["tests/accounting/sweep.py", "--every", "500", "--accountants", "gdp"], "")],
+    "soak": [(["benchmarks/soak.py", "--steps", "60", "--most-growth", "1e6"], "")],
+    "audit": [(["experiments/audit.py", "--quick", "--docs", "docs"], "docs/audit.md")],
+    "zoo": [
+        (["experiments/judge_zoo.py", "OPTForCausalLM"], ""),
+        (["experiments/models_page.py", "docs/models.md"], "docs/models.md"),
+    ],
     "models-page": [(["experiments/models_page.py", "docs/models.md"], "docs/models.md")],
 }
-# `make bench` is what tests/test_bench.py runs with --quick; the rest is what runs these tests, or tidies up.
+# `make bench` is what tests/app/test_bench.py runs with --quick; the rest is what runs these tests, or tidies up.
 ELSEWHERE = {"bench", "test", "lint", "format", "help", "clean"}
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 

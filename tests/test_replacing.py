@@ -132,3 +132,30 @@ def test_what_would_be_lost_is_refused() -> None:
             clipless.replace_batchnorm(nn.Sequential(lazy))
     with pytest.raises(clipless.InvalidType, match="must be a torch.nn.Module, got list"):
         clipless.replace_batchnorm([nn.BatchNorm1d(3)])
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As timm builds it: the activation is a part of the normalization."""
+
+    __module__ = "timm.layers.norm_act"
+    __qualname__ = "BatchNormAct2d"
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.SiLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.drop(super().forward(x)))
+
+
+def test_the_activation_in_timms_batchnorm_is_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), BatchNormAct2d(32))
+    replaced, changes = clipless.replace_batchnorm(model)
+    assert list(map(str, changes)) == ["1: BatchNormAct2d(32) -> GroupNorm(2, 32) and SiLU"]
+    x = torch.randn(4, 3, 6, 6)
+    norm = nn.GroupNorm(2, 32)
+    torch.testing.assert_close(replaced(x), nn.functional.silu(norm(replaced[0](x))))
+    report = clipless.check(replaced, lambda m, x: m(x).flatten(1).square().sum(1), x)
+    assert report.sound
+    assert {row.how for row in report.handling} == {"conv", "group norm"}

@@ -109,10 +109,10 @@ def look_only(model: nn.Module, optimizer: Optimizer, private: Private) -> None:
 
 
 @pytest.mark.parametrize("loop", [skip_empty, choose, break_off, skip_parts, one_each, look_only])
-@pytest.mark.parametrize("noise", ["torch", "secure"])
+@pytest.mark.parametrize("noise", ["seeded", "secure"])
 def test_a_batch_that_is_dropped_is_refused_at_the_next(loop: Callable[..., None], noise: str) -> None:
     """Rate 1/40: 36 % of the batches are empty. Dropping them makes the sampling another than the ledger's."""
-    model, optimizer, private = fresh(batch_size=1, steps=60, noise=noise, seed=3 if noise == "torch" else None)
+    model, optimizer, private = fresh(batch_size=1, steps=60, noise=noise, seed=3 if noise == "seeded" else None)
     draws: list[int] = []
     open_batch = private.open_batch
     private.open_batch = lambda batch: (open_batch(batch), draws.append(batch.draw))[0]  # type: ignore[method-assign]
@@ -163,11 +163,11 @@ DATA: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", DATA)
-@pytest.mark.parametrize("noise", ["torch", "secure"])
+@pytest.mark.parametrize("noise", ["seeded", "secure"])
 @pytest.mark.parametrize("size", [None, 3])
 def test_the_open_batch_is_handed_out_again(kind: str, noise: str, size: int | None) -> None:
     """In the middle of a pass that then goes on, whatever was done with the batch before."""
-    model, optimizer, private = fresh(data=DATA[kind](), noise=noise, seed=3 if noise == "torch" else None, steps=4)
+    model, optimizer, private = fresh(data=DATA[kind](), noise=noise, seed=3 if noise == "seeded" else None, steps=4)
     logical = private.loader.microbatches(size) if size else ([batch] for batch in private.loader)
     for parts in logical:
         first = next(iter(parts))

@@ -4,14 +4,17 @@ A rule maps norms [G,B] and thresholds [G,1] to factors [G,B] and keeps one prom
 norm that is not finite gets factor 0. So every rule has the same sensitivity and the same privacy cost.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from clipless.errors import InvalidType, named, unknown_name
-from clipless.thresholds import DCE, DCP, Constant, Decay, Quantile, Setting, ThresholdPolicy, positive
+from clipless import defaults
+from clipless.arguments import named, positive, unknown_name
+from clipless.errors import InvalidType
+from clipless.thresholds import DCE, DCP, Constant, Decay, Quantile, Setting, ThresholdPolicy
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 Groups = str | Sequence[Sequence[str]]
@@ -40,12 +43,11 @@ class AutoV:
 class AutoS:
     """Scale by threshold / (norm + gamma), which keeps the order of norms. Guarantee: factor * norm < threshold."""
 
-    gamma: float = 0.01
+    gamma: float = defaults.GAMMA
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
-        norms, _ = _usable(norms)
-        factors = thresholds / (norms + self.gamma)
-        return torch.where(norms.isfinite() & factors.isfinite(), factors, 0.0)
+        factors = thresholds / (_at_least_float32(norms) + self.gamma)  # 0 for an infinite norm
+        return torch.where(factors.isfinite(), factors, 0.0)
 
 
 @dataclass(frozen=True)
@@ -55,26 +57,32 @@ class Global:
     ratio: float = 1.0
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
-        norms, _ = _usable(norms)
+        norms = _at_least_float32(norms)
         factors = torch.full_like(norms, 1.0 / self.ratio)
         return torch.where((norms <= self.ratio * thresholds) & factors.isfinite(), factors, 0.0)
 
 
+def _at_least_float32(norms: Tensor) -> Tensor:
+    """The norms in a type in which a factor is not rounded up to more than the threshold allows, as it is in bfloat16."""
+    return norms.to(torch.promote_types(norms.dtype, torch.float32))
+
+
 def _usable(norms: Tensor) -> tuple[Tensor, Tensor]:
-    """The norms in at least float32, so that a factor is not rounded up in bfloat16, and which can be divided by."""
-    norms = norms.to(torch.promote_types(norms.dtype, torch.float32))
+    """The norms in at least float32, and a mask of those to divide by."""
+    norms = _at_least_float32(norms)
     return norms, norms.isfinite() & (norms > 0)
 
 
+@functools.cache
 def least_norm(dtype: torch.dtype) -> float:
-    """The least norm that counts. The squares of smaller ones lose digits to underflow, and a norm taken for too small would
-    give too large a factor: such a record adds nothing, whatever the rule."""
+    """The least norm that counts; a record with a smaller one adds nothing, whatever the rule. Squares of smaller norms lose
+    digits to underflow, and an underestimated norm would give too large a factor."""
     return 1e4 * torch.finfo(dtype).tiny ** 0.5
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """A way to bound each record's share: a rule, a policy that sets its thresholds, and a partition of the parameters.
+    """How each record's gradient is bounded: a rule, a policy that sets its thresholds, and a partition of the parameters.
 
     `allocation` says how the noise is divided over the groups: "uniform", the same standard deviation for every
     coordinate, or "equal-budget", in proportion to each group's threshold.
@@ -91,19 +99,23 @@ class Clipping:
         return self.policy.thresholds(self.policy.init(Setting(groups)))
 
 
-def abadi(threshold: float | Sequence[float] = 1.0, groups: Groups = "flat", allocation: str = "uniform") -> Clipping:
+def abadi(
+    threshold: float | Sequence[float] = defaults.THRESHOLD, groups: Groups = "flat", allocation: str = "uniform"
+) -> Clipping:
     """Classic DP-SGD clipping, min(1, R/norm). A single threshold is shared out as R/√G over G groups."""
     return Clipping("abadi", Abadi(), Constant(threshold), groups, allocation)
 
 
-def auto_v(threshold: float | Sequence[float] = 1.0, groups: Groups = "flat", allocation: str = "uniform") -> Clipping:
-    """Automatic clipping without stability constant, R/norm."""
+def auto_v(
+    threshold: float | Sequence[float] = defaults.THRESHOLD, groups: Groups = "flat", allocation: str = "uniform"
+) -> Clipping:
+    """Automatic clipping without a stability constant, R/norm."""
     return Clipping("auto-v", AutoV(), Constant(threshold), groups, allocation)
 
 
 def auto_s(
-    gamma: float = 0.01,
-    threshold: float | Sequence[float] = 1.0,
+    gamma: float = defaults.GAMMA,
+    threshold: float | Sequence[float] = defaults.THRESHOLD,
     groups: Groups = "flat",
     allocation: str = "uniform",
 ) -> Clipping:
@@ -116,7 +128,10 @@ def auto_s(
 
 
 def global_(
-    cutoff: float = 1.0, threshold: float | None = None, groups: Groups = "flat", allocation: str = "uniform"
+    cutoff: float = defaults.THRESHOLD,
+    threshold: float | None = None,
+    groups: Groups = "flat",
+    allocation: str = "uniform",
 ) -> Clipping:
     """Keep a gradient whose norm is at most the cutoff Z, scaled by R/Z, and drop the rest. Without a threshold R = Z."""
     bound = positive("cutoff", cutoff) if threshold is None else positive("threshold", threshold)
@@ -124,9 +139,9 @@ def global_(
 
 
 def dc_p(
-    percentile: float = 0.5,
-    bins: int = 20,
-    start: float = 1.0,
+    percentile: float = defaults.PERCENTILE,
+    bins: int = defaults.BINS,
+    start: float = defaults.THRESHOLD,
     histogram_multiplier: float | None = None,
     rule: str | Rule | Clipping = "abadi",
     groups: Groups = "flat",
@@ -138,8 +153,8 @@ def dc_p(
 
 
 def dc_e(
-    bins: int = 20,
-    start: float = 1.0,
+    bins: int = defaults.BINS,
+    start: float = defaults.THRESHOLD,
     histogram_multiplier: float | None = None,
     rule: str | Rule | Clipping = "abadi",
     groups: Groups = "flat",
@@ -150,27 +165,27 @@ def dc_e(
 
 
 def quantile(
-    percentile: float = 0.5,
-    rate: float = 0.2,
-    start: float = 1.0,
+    percentile: float = defaults.PERCENTILE,
+    rate: float = defaults.QUANTILE_RATE,
+    start: float = defaults.THRESHOLD,
     count_stddev: float | None = None,
     rule: str | Rule | Clipping = "abadi",
     groups: Groups = "flat",
     allocation: str = "uniform",
 ) -> Clipping:
-    """Andrew et al.: the threshold follows a quantile of the norms by small steps."""
+    """Andrew et al.: the threshold follows a quantile of the norms in small steps."""
     return Clipping("quantile", as_rule(rule), Quantile(percentile, rate, start, count_stddev), groups, allocation)
 
 
 def decay(
-    start: float = 1.0,
-    rho: float = 0.5,
-    noise_rho: float = 1.0,
+    start: float = defaults.THRESHOLD,
+    rho: float = defaults.DECAY_RHO,
+    noise_rho: float = defaults.NOISE_RHO,
     rule: str | Rule | Clipping = "abadi",
     groups: Groups = "flat",
     allocation: str = "uniform",
 ) -> Clipping:
-    """Du et al.: threshold and, with `noise_rho` below 1, noise multiplier shrink by a fixed schedule."""
+    """Du et al.: the threshold and, with `noise_rho` below 1, the noise multiplier shrink by a fixed schedule."""
     return Clipping("decay", as_rule(rule), Decay(start, rho, noise_rho), groups, allocation)
 
 

@@ -1,11 +1,12 @@
-"""Arguments by the names that other libraries give them: each is answered by the one that is meant here."""
+"""Argument names of other libraries: each is refused with the name used here."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from clipless.errors import InvalidType, unknown_name
+from clipless.arguments import unknown_name
+from clipless.errors import InvalidType
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -13,7 +14,7 @@ R = TypeVar("R")
 _CLIPPING = "clipping=, which needs no bound by default; for a fixed one clipping=clipless.abadi(threshold=1.0)"
 _ALWAYS = "nothing: batches are always Poisson, so leave it out"
 _ONE_ENGINE = "nothing: there is one engine, and it is exact, so leave it out"
-_NOISE = "noise='torch' with seed=, or noise='secure'"
+_NOISE = "seed=, for noise that repeats; without it noise is secure"
 
 FOREIGN_NAMES = {
     "module": "model=",
@@ -33,18 +34,18 @@ FOREIGN_NAMES = {
     "sample_rate": "batch_size=, the expected batch: the rate times the number of records",
     "expected_batch_size": "batch_size=",
     "poisson_sampling": _ALWAYS,
-    "batch_first": "nothing: where the records lie is found out, so leave it out",
+    "batch_first": "nothing: the batch dimension is detected, so leave it out",
     "grad_sample_mode": _ONE_ENGINE,
     "ghost_clipping": _ONE_ENGINE,
     "criterion": "nothing: the loss stays in your loop, and loss_reduction= says what it does",
     "noise_generator": _NOISE,
-    "secure_mode": "noise='secure'",
-    "secure_rng": "noise='secure'",
+    "secure_mode": "nothing: noise is secure unless a seed is given, so leave it out",
+    "secure_rng": "nothing: noise is secure unless a seed is given, so leave it out",
 }
 
 
 def names_answered(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which refuses an argument that it does not have by the name of the one that is meant."""
+    """The function, refusing unknown arguments with the name of the right one."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)

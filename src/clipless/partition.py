@@ -1,11 +1,12 @@
-"""Partitions of the trainable parameters into groups that are clipped on their own."""
+"""Partitions of the trainable parameters into groups that are clipped separately."""
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from clipless.errors import InvalidArgument, InvalidType, unknown_name
+from clipless.arguments import unknown_name
+from clipless.errors import InvalidArgument, InvalidType
 
 NAMED = ("flat", "per-layer", "per-parameter")
 
@@ -66,7 +67,7 @@ def _blocks(groups: Sequence[Sequence[str]], names: list[str]) -> Partition:
         hits = [number for number, block in enumerate(groups) if any(_matches(item, name) for item in block)]
         if not hits:
             raise InvalidArgument(
-                f"parameter {name!r} is in no block: add a pattern for it, for instance ['*'] as last."
+                f"parameter {name!r} is in no block: add a pattern for it, for instance ['*'] as the last block."
             )
         if len(hits) > 1:
             where = ", ".join(map(str, hits))

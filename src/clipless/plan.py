@@ -1,13 +1,15 @@
-"""The plan: what is promised, to whom, and what each step releases. Frozen, and everything else follows from it."""
+"""The plan: what is promised, to whom, and what each step releases. Frozen; everything else follows from it."""
 
 import math
 import warnings
 from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from clipless import defaults
 from clipless.accounting import (
     ACCOUNTANTS,
     Ledger,
@@ -16,11 +18,11 @@ from clipless.accounting import (
     scheduled_epsilon,
     scheduled_multiplier,
 )
-from clipless.accounting.checks import large_delta_note
+from clipless.arguments import large_delta_note, named, positive, whole
 from clipless.clipping import Clipping
-from clipless.errors import InvalidArgument, named, whole
+from clipless.errors import InvalidArgument
 from clipless.partition import Partition
-from clipless.thresholds import Setting, Stairs, positive
+from clipless.thresholds import Constant, Setting, Stairs
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -46,21 +48,21 @@ class PrivacyPlan:
     groups: Partition
     dimensions: tuple[int, ...]
     statistic_multiplier: float | None = None
-    loss_reduction: str = "mean"
-    noise: str = "torch"
+    loss_reduction: str = defaults.LOSS_REDUCTION
+    noise: str = "secure"
     sampling: str = "poisson"
 
-    @property
+    @cached_property
     def sample_rate(self) -> float:
-        """Probability of each record to be in a batch."""
+        """The probability that a record is in a batch."""
         return self.expected_batch / self.dataset_size
 
     @property
     def approximation(self) -> bool:
-        """Whether the accountant only approximates, so that the true ε can be larger than the one stated."""
+        """Whether the true ε can be larger than the one stated."""
         return ACCOUNTANTS[self.accountant].approximation
 
-    @property
+    @cached_property
     def gradient_multiplier(self) -> float:
         """The noise multiplier of the gradient alone, in the first step: larger than the step's if a statistic is
         released beside it."""
@@ -68,25 +70,29 @@ class PrivacyPlan:
             return self.noise_multiplier
         return gradient_multiplier(self.noise_multiplier, self.statistic_multiplier)
 
-    @property
+    @cached_property
     def setting(self) -> Setting:
-        """What the threshold policy is told."""
+        """What the threshold policy knows about the run."""
         return policy_setting(self.clipping, self.dimensions, self.expected_batch, self.steps, self.gradient_multiplier)
+
+    @cached_property
+    def thresholds_change(self) -> bool:
+        """Whether thresholds change from step to step."""
+        return not isinstance(self.clipping.policy, Constant)
 
     def sensitivity(self, thresholds: Tensor | None = None) -> float:
         """How far one record can move the clipped sum, at these thresholds or at the first step's."""
         return float(sensitivity(self.clipping.start(len(self.groups)) if thresholds is None else thresholds))
 
     def event(self, step: int = 0) -> StepEvent:
-        """What the step of that number releases, counted from 0, for the ledger."""
-        statistics = () if self.statistic_multiplier is None else (self.statistic_multiplier,)
-        relative = relative_noise(self.clipping.policy.noise_schedule(self.steps), step)
-        return StepEvent(self.sample_rate, relative * self.gradient_multiplier, statistics)
+        """What step number `step`, counted from 0, releases: an event for the ledger."""
+        relative = relative_noise(self._stairs, step)
+        return _event(self.sample_rate, relative * self.gradient_multiplier, self.statistic_multiplier)
 
     def planned(self) -> Ledger:
         """What all planned steps together release."""
         ledger, step = Ledger(), 0
-        for _, count in self.clipping.policy.noise_schedule(self.steps):
+        for _, count in self._stairs:
             ledger.record(self.event(step), count)
             step += count
         return ledger
@@ -94,6 +100,10 @@ class PrivacyPlan:
     def stddevs(self, step: int, thresholds: Tensor) -> Tensor:
         """Standard deviation of the noise on each group's sum, [G,1], in that step and at these thresholds."""
         return noise_stddevs(thresholds, self.event(step).gradient_multiplier, self.clipping.allocation)
+
+    @cached_property
+    def _stairs(self) -> Stairs:
+        return self.clipping.policy.noise_schedule(self.steps)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, for files."""
@@ -127,6 +137,11 @@ class PrivacyPlan:
         return f" (gradient {self.gradient_multiplier:.4g}, statistic {self.statistic_multiplier:.4g})"
 
 
+@lru_cache(maxsize=1024)
+def _event(rate: float, gradient: float, statistic: float | None) -> StepEvent:
+    return StepEvent(rate, gradient, () if statistic is None else (statistic,))
+
+
 def sensitivity(thresholds: Tensor) -> Tensor:
     """How far one record can move the clipped sum: the length of the threshold vector."""
     return torch.linalg.vector_norm(thresholds.double())
@@ -156,11 +171,6 @@ def relative_noise(stairs: Stairs, step: int) -> float:
     return stairs[-1][0]
 
 
-def effective_multiplier(thresholds: Tensor, stddevs: Tensor) -> float:
-    """The multiplier that a step with this noise is worth: (Σ_g (R_g/s_g)²)^(-1/2)."""
-    return float((thresholds.double() / stddevs.double()).square().sum().rsqrt())
-
-
 def make_plan(
     *,
     dataset_size: int,
@@ -177,13 +187,13 @@ def make_plan(
     loss_reduction: str,
     noise: str,
 ) -> PrivacyPlan:
-    """Check the numbers, fill in the defaults, and find the noise multiplier or ε that is not given."""
+    """Check the numbers, fill in the defaults, and compute the noise multiplier or ε, whichever is not given."""
     named("loss_reduction", loss_reduction, dict.fromkeys(LOSS_REDUCTIONS))
     named("accountant", accountant, ACCOUNTANTS)
     batch = _expected_batch(batch_size, dataset_size)
-    per_pass = max(1, round(dataset_size / batch))
+    per_pass = defaults.steps_per_pass(dataset_size, batch)
     total = _total_steps(epochs, steps, per_pass)
-    chosen_delta = dataset_size**-1.1 if delta is None else delta
+    chosen_delta = defaults.delta(dataset_size) if delta is None else delta
     if delta is None and dataset_size < 2:
         raise InvalidArgument("with a single record there is no default delta: give delta= yourself.")
     _warn_of_large_delta(chosen_delta, dataset_size)
@@ -213,8 +223,8 @@ def make_plan(
 def policy_setting(
     clipping: Clipping, dimensions: tuple[int, ...], expected_batch: int, steps: int, multiplier: float
 ) -> Setting:
-    """What a threshold policy is told of a run. Where every coordinate gets the same noise, a group's threshold adds to
-    the noise on all of them; where the budget is divided equally, to the noise on G times its own."""
+    """What a threshold policy knows about a run. If every coordinate gets the same noise, a group's threshold adds to the
+    noise on all coordinates; if the budget is divided equally, to the noise on G times its own."""
     groups, everything = len(dimensions), sum(dimensions)
     uniform = clipping.allocation == "uniform"
     noise_dimensions = tuple(everything if uniform else groups * own for own in dimensions)
@@ -250,7 +260,7 @@ def _total_steps(epochs: int | None, steps: int | None, per_pass: int) -> int:
 def _budget(
     target: float | None, multiplier: float | None, delta: float, rate: float, stairs: Stairs, accountant: str
 ) -> tuple[float, float]:
-    """ε and the first step's noise multiplier, one of them given, for steps of this schedule."""
+    """ε and the first step's noise multiplier, the one computed from the other, for steps of this schedule."""
     if target is not None and multiplier is not None:
         raise InvalidArgument("epsilon= and noise_multiplier= contradict each other: give one of them.")
     if target is not None:

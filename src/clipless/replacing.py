@@ -1,10 +1,10 @@
-"""Models with BatchNorm, which no private training can use, as models with GroupNorm, which it can."""
+"""`replace_batchnorm`: BatchNorm mixes records and cannot be trained privately, GroupNorm can."""
 
 import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
@@ -12,6 +12,7 @@ from clipless.errors import InvalidArgument, InvalidType, UnsupportedModule
 
 MOST_GROUPS = 32
 FEWEST_CHANNELS = 16
+ACTIVATED = ("timm.layers.norm_act.BatchNormAct2d", "timm.layers.norm_act.SyncBatchNormAct")
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,16 @@ class Replaced(NamedTuple):
 
 
 def replace_batchnorm(model: nn.Module) -> Replaced:
-    """A copy of the model in which GroupNorm stands where BatchNorm (1d, 2d, 3d, Sync) stood, and the list of changes.
+    """A copy of the model with GroupNorm in place of BatchNorm (1d, 2d, 3d, Sync), and the list of changes.
 
-    Equivalent means: the same inputs and outputs in shape, and the same parameters under the same names, with values,
-    devices, types and `requires_grad` as they were. It does not mean the same function: GroupNorm normalises each record
-    by itself, in training and in evaluation alike, and the running statistics are gone. Weights that were trained with
-    BatchNorm need training again.
+    Shapes of inputs and outputs are the same, and so are the parameters: names, values, devices, types and
+    `requires_grad`. The function is another: GroupNorm normalizes each record by itself, in training and in evaluation
+    alike, and the running statistics are gone. Weights trained with BatchNorm must be trained again.
 
-    Groups have at least 16 channels, so that a record without positions still has something to be normalised by, and
-    there are at most 32 of them; channels that do not divide that way form one group. A module used in several places
-    stays one module. The model that was given is left alone; an optimizer for the new one is made after the call.
+    Groups have at least 16 channels, so that a record without positions can still be normalized, and there are at most 32
+    of them; channels that do not divide that way form one group. timm's BatchNorm with an activation becomes a GroupNorm
+    named `norm` and that activation. A module used in several places stays one module. The
+    given model is not changed; make the optimizer of the new one after the call.
 
     >>> model, changes = replace_batchnorm(nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU()))
     >>> print(*changes, sep="\\n")
@@ -59,7 +60,7 @@ def replace_batchnorm(model: nn.Module) -> Replaced:
             _refuse(module, name or "(model)")
     model = copy.deepcopy(model)
     places = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, _BatchNorm)]
-    new = {module: _group_norm(module) for _, module in places}
+    new = {module: _replacement(module) for _, module in places}
     for name, module in places:
         parent, _, own_name = name.rpartition(".")
         if name:
@@ -79,7 +80,7 @@ def groups_for(channels: int) -> int:
 
 
 def _group_norm(module: _BatchNorm) -> nn.GroupNorm:
-    """GroupNorm with the very parameters of the BatchNorm, so that ties and flags stay as they are."""
+    """GroupNorm with the same parameter objects as the BatchNorm, so that ties and flags are kept."""
     norm = nn.GroupNorm(groups_for(module.num_features), module.num_features, module.eps, affine=False)
     norm.affine = module.affine
     norm.register_parameter("weight", module.weight)
@@ -87,8 +88,35 @@ def _group_norm(module: _BatchNorm) -> nn.GroupNorm:
     return norm.train(module.training)
 
 
+class NormAct(nn.Module):
+    """GroupNorm, then what timm's BatchNormAct2d does after its normalization: `drop` and `act`."""
+
+    def __init__(self, norm: nn.GroupNorm, drop: nn.Module, act: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.drop, self.act = norm, drop, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """act(drop(norm(x)))."""
+        y: Tensor = self.act(self.drop(self.norm(x)))
+        return y
+
+
+def _activated(module: _BatchNorm) -> bool:
+    """Whether it is a BatchNorm that applies an activation too, as timm has them."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" in ACTIVATED for kind in type(module).__mro__)
+
+
+def _replacement(module: _BatchNorm) -> nn.Module:
+    norm = _group_norm(module)
+    if not _activated(module):
+        return norm
+    return NormAct(norm, module.get_submodule("drop"), module.get_submodule("act")).train(module.training)
+
+
 def _refuse(module: _BatchNorm, name: str) -> None:
     kind = type(module)
+    if _activated(module):
+        return
     if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
         raise InvalidArgument(f"{kind.__name__} {name!r} has no shape yet: run the model on one example first.")
     if kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
@@ -99,5 +127,7 @@ def _refuse(module: _BatchNorm, name: str) -> None:
 
 
 def _written(module: nn.Module) -> str:
+    if isinstance(module, NormAct):
+        return f"{_written(module.norm)} and {type(module.act).__name__}"
     sizes = [module.num_groups, module.num_channels] if isinstance(module, nn.GroupNorm) else [module.num_features]
     return f"{type(module).__name__}({', '.join(map(str, sizes))})"

@@ -1,96 +1,58 @@
-"""What surrounds the release in `optimizer.step()`: closures, steps within steps, gradients that are not private, and habits
-of plain training that have no effect here."""
+"""What is checked before each batch and each step of a private run."""
 
 import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from clipless.errors import InvalidType, Misuse
+from clipless.closures import Arguments, call_closure
+from clipless.errors import Misuse
+from clipless.gradients.capture.watch import became_trainable
 from clipless.processes import refuse_other_processes
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-_STEP = Optimizer.profile_hook_step(lambda: None).__code__
 _AMP_MARK = "_step_supports_amp_scaling"
+_SCALER_MARKS = ("grad_scale", "found_inf")
 _CLIP_GRAD = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"}
 
 
-def closure_called(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Call the closure of `step(closure)`, once, as torch would: with gradients enabled.
+class Drawn(Protocol):
+    """How a batch is drawn, or planned to be."""
 
-    Returns the arguments that the optimizer goes on with, in which the closure is replaced by one that returns the same
-    loss; None if there is no closure.
-    """
-    given = [argument for argument in (*args[1:], *kwargs.values()) if argument is not None]
-    if not given:
-        return None
-    if len(given) > 1 or not callable(given[0]):
-        raise InvalidType(f"step() takes a closure or nothing, got {', '.join(map(repr, given))}.")
-    with torch.enable_grad():
-        known = _Known(optimizer, given[0]())
-    rest = (known if argument is not None else None for argument in args[1:])
-    return (args[0], *rest), {name: known if value is not None else None for name, value in kwargs.items()}
+    @property
+    def sampling(self) -> str: ...
 
-
-class _Known:
-    """A closure that was called already. Refuses to be called after the weights have moved, when it would lie."""
-
-    def __init__(self, optimizer: Optimizer, loss: Any) -> None:
-        self._optimizer, self._loss = optimizer, loss
-        self._versions = self._seen()
-
-    def __call__(self) -> Any:
-        if self._seen() != self._versions:
-            raise Misuse(
-                f"{type(self._optimizer).__name__} calls the closure again after it has moved the weights, and one batch "
-                "gives one private gradient: take an optimizer of one gradient per step."
-            )
-        return self._loss
-
-    def _seen(self) -> list[int]:
-        return [p._version for group in self._optimizer.param_groups for p in group["params"]]
-
-
-def within_own_step(optimizer: Optimizer) -> bool:
-    """Whether a step of this optimizer is under way already: a subclass's, that calls `super().step()`."""
-    wrappers = (frame for frame in _callers() if frame.f_code is _STEP)
-    return sum(frame.f_locals.get("self") is optimizer for frame in wrappers) > 1
-
-
-def clear_gradients(optimizer: Optimizer, but: Collection[nn.Parameter] = ()) -> None:
-    """No gradient for any of the optimizer's parameters, except those: what lies there may be in clear."""
-    kept = set(map(id, but))
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in kept:
-                parameter.grad = None
+    @property
+    def sample_rate(self) -> float: ...
 
 
 class Guard:
     """Stands before each batch and each step of one optimizer, in the process that it was made in."""
 
-    def __init__(self, optimizer: Optimizer, group: bool | None) -> None:
-        self._optimizer, self._group, self._owner = optimizer, group, os.getpid()
+    def __init__(self, model: nn.Module, optimizer: Optimizer, group: object) -> None:
+        self._model, self._optimizer, self._group, self._owner = model, optimizer, group, os.getpid()
         self._habits = Habits()
+        self._private: set[int] = set()
+        self._frozen: dict[str, nn.Parameter] = {}
         self._marked = False
 
-    def attach(self, parameters: dict[str, nn.Parameter]) -> "Guard":
-        """Refuse other optimizers for these parameters, and drop gradients of earlier training, which are in clear.
+    def attach(self, parameters: Mapping[str, nn.Parameter]) -> "Guard":
+        """Refuse other optimizers for these parameters, and drop the gradients of earlier training, which are not private.
 
-        The optimizer gets torch's own mark of one that sees to scaling itself, as fused ones have it, so that GradScaler
-        calls `step()`, which refuses it; without the mark it fails before, for want of gradients.
+        The optimizer gets torch's own mark of one that handles scaling itself, as fused ones have it, so that GradScaler
+        calls `step()`, which refuses it; without the mark GradScaler fails earlier, because there are no gradients.
         """
         everywhere = register_optimizer_step_pre_hook(refuse_other_optimizers(weakref.ref(self._optimizer), parameters))
         self._unhook = weakref.finalize(self, everywhere.remove)
+        self._private = set(map(id, parameters.values()))
+        self._frozen = {name: p for name, p in self._model.named_parameters() if id(p) not in self._private}
         clear_gradients(self._optimizer)
         self._habits.look_for_earlier_steps(self._optimizer)
         self._marked = _AMP_MARK not in vars(self._optimizer)
@@ -103,24 +65,82 @@ class Guard:
         if self._marked:
             vars(self._optimizer).pop(_AMP_MARK, None)
 
-    def before_batch(self, first: bool) -> None:
-        """Refuses a batch in another process; `first` says that nothing has been recorded yet."""
-        refuse_other_processes(self._group, self._owner)
+    def before_batch(self, batch: Drawn, plan: Drawn, first: bool) -> None:
+        """Refuse a batch in another process, or one that was not drawn as planned; `first` says that nothing has been
+        recorded yet."""
+        if os.getpid() != self._owner or "WORLD_SIZE" in os.environ or _initialized():
+            refuse_other_processes(self._group, self._owner)
+        if batch.sampling != plan.sampling or batch.sample_rate != plan.sample_rate:
+            raise Misuse(
+                f"a {batch.sampling} batch at rate {batch.sample_rate} does not fit the plan: {plan.sampling} at rate "
+                f"{plan.sample_rate}."
+            )
         self._habits.look_for_clip_grad()
         if first:
             self._habits.look_for_earlier_steps(self._optimizer)
 
     def before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Refuses a step in another process or under a gradient scaler, else calls its closure."""
-        refuse_other_processes(self._group, self._owner)
-        refuse_scaler(self._optimizer, kwargs)
+        """Refuse a step in another process or under a gradient scaler; otherwise call its closure, if it has one."""
+        if os.getpid() != self._owner or _initialized():
+            refuse_other_processes(self._group, self._owner)
+        attributes = vars(self._optimizer)
+        if kwargs or any(map(attributes.__contains__, _SCALER_MARKS)):
+            refuse_scaler(self._optimizer, kwargs)
         self._habits.look_for_clip_grad()
-        return closure_called(self._optimizer, args, kwargs)
+        return call_closure(self._optimizer, args, kwargs) if kwargs or len(args) > 1 else None
+
+    def refuse_step(self, seen: int, records: int | None) -> None:
+        """Refuse a step without a batch (`records` is None), one on a batch of which only `seen` records were in
+        backward(), and trainable parameters that are not private."""
+        if records is None:
+            raise Misuse("step() without a batch: take one from private.loader, backward() its loss, then step() once.")
+        if seen != records:
+            raise Misuse(
+                f"step() without its backward(): {'some' if seen else 'none'} of the batch's records went through "
+                "backward(). Call loss.backward() on the model's output for the whole batch, or for every micro-batch, "
+                "before step(). If you did, the model's hooks were removed or its output detached."
+            )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise became_trainable(name)
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in self._private:
+                    raise Misuse("the optimizer got parameters that are not private: add them before make_private.")
+
+
+def _initialized() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def unstepped(seen: int) -> Misuse:
+    """The refusal of a new batch while the last one waits for its step, after `seen` of its records were in backward()."""
+    if seen:
+        return Misuse(
+            "a new batch was asked for before step(): gradients do not accumulate over logical batches. Call "
+            "optimizer.step() after each batch; for small memory use private.loader.microbatches(n). After an exception "
+            "private.loader.again() hands out the open batch from its beginning."
+        )
+    return Misuse(
+        "the last batch from private.loader was not stepped, and none may be dropped: a choice of batches by what is in "
+        "them is not what the ledger counts. Call backward() and optimizer.step() for every batch, empty ones like any "
+        "other, and break only after step(). If the batch is lost, private.loader.again() hands it out once more. Use one "
+        "iterator at a time: zip(loader, loader) takes two batches for one step."
+    )
+
+
+def clear_gradients(optimizer: Optimizer, but: Collection[nn.Parameter] = ()) -> None:
+    """Set the gradient of all the optimizer's parameters to None, except of those in `but`: it may not be private."""
+    kept = set(map(id, but))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in kept:
+                parameter.grad = None
 
 
 def refuse_scaler(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
-    """Refuses a step under a gradient scaler, and takes off what the scaler has put on the optimizer for it."""
-    marks = [vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
+    """Refuse a step under a gradient scaler, and remove what the scaler has put on the optimizer for it."""
+    marks = [vars(optimizer).pop(name, None) for name in _SCALER_MARKS]
     if "grad_scaler" in kwargs or any(mark is not None for mark in marks):
         raise Misuse(
             "a gradient scaler would scale the gradients and not the noise: train without GradScaler, that is "
@@ -129,7 +149,7 @@ def refuse_scaler(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
 
 
 def refuse_other_optimizers(
-    own: "weakref.ref[Optimizer]", private: dict[str, nn.Parameter]
+    own: "weakref.ref[Optimizer]", private: Mapping[str, nn.Parameter]
 ) -> Callable[[Optimizer, Any, Any], None]:
     """A hook on every optimizer: one that steps these parameters in place of the private one is refused."""
 
@@ -147,7 +167,7 @@ def refuse_other_optimizers(
 
 
 class Habits:
-    """Warns, once each, of what a script does that means something else in private training."""
+    """Warns, once each, of habits of plain training that have no effect or another meaning in private training."""
 
     def __init__(self) -> None:
         self._read: set[int] = set()
@@ -156,14 +176,12 @@ class Habits:
     def look_for_clip_grad(self) -> None:
         """Gradients are clipped record by record, and before step() there are none to clip.
 
-        Nothing of torch's tells that `clip_grad_norm_` was called, so the functions that ask for a batch or a step are
-        looked through for its name: where it is called in a function of its own it is not found.
+        torch does not tell that `clip_grad_norm_` was called, so the functions that ask for a batch or a step are searched
+        for its name; a call in a helper function is not found.
         """
-        nearest = True
-        for frame in _callers():
+        nearest, frame = True, _first_outside(sys._getframe(1))
+        while frame is not None:
             code = frame.f_code
-            if _ours(frame):
-                continue
             if "clip_grad" in self._told or id(code) in self._read:
                 return
             self._read.add(id(code))
@@ -174,7 +192,7 @@ class Habits:
                     f"{min(found)} has no effect before step(): p.grad is None until step() has clipped each record's "
                     "gradient and added noise. Remove the call, and choose the bound by clipping=.",
                 )
-            nearest = False
+            nearest, frame = False, _first_outside(frame.f_back)
 
     def look_for_earlier_steps(self, optimizer: Optimizer) -> None:
         """A new ledger begins at 0, whatever the weights have seen."""
@@ -189,22 +207,19 @@ class Habits:
     def _tell(self, habit: str, message: str) -> None:
         if habit not in self._told:
             self._told.add(habit)
-            level = next((k for k, frame in enumerate(_callers()) if not _ours(frame)), 0)
+            outside, frame, level = _first_outside(sys._getframe(1)), sys._getframe(0), 1
+            while frame is not outside and frame.f_back is not None:
+                frame, level = frame.f_back, level + 1
             warnings.warn(message, stacklevel=level)
 
 
 def _used(state: dict[str, Any]) -> bool:
-    """Whether a parameter's state is of steps taken: some optimizers make one before the first."""
+    """Whether a parameter's state is that of steps taken: some optimizers make one before the first."""
     return bool(state) and not ("step" in state and float(state["step"]) == 0)
 
 
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
+def _first_outside(frame: FrameType | None) -> FrameType | None:
+    """The nearest caller that is not code of clipless or torch."""
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "clipless"):
         frame = frame.f_back
-
-
-def _ours(frame: FrameType) -> bool:
-    """Whether this is code of clipless or torch, not of who uses them."""
-    return str(frame.f_globals.get("__name__")).split(".")[0] in ("torch", "clipless")
+    return frame

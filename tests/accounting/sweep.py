@@ -104,7 +104,7 @@ def planned(accountant: str, every: int) -> list[tuple[float, str, object]]:
                     groups=groups,
                     dimensions=(1000,) * len(groups),
                     loss_reduction="mean",
-                    noise="torch",
+                    noise="secure",
                 )
             seconds = time.process_time() - start
             sampled = chance_of_being_sampled(plan.sample_rate, steps)

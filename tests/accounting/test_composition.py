@@ -86,8 +86,8 @@ def test_rounding_misplaces_less_than_is_charged(releases, delta, removing):
 
 def test_a_window_loses_no_more_than_the_tail():
     """Against plain convolution, of losses that are mostly nothing and rarely large."""
-    rare = composition.Part(-1, np.array([0.09, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.01]), 1e-9, 40)
-    even = composition.Part(3, np.full(5, 0.2), 0.0, 25)
+    rare = composition.RepeatedLoss(-1, np.array([0.09, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.01]), 1e-9, 40)
+    even = composition.RepeatedLoss(3, np.full(5, 0.2), 0.0, 25)
     total = composition.composed([rare, even], 1e-6)
     plain = np.ones(1)
     for part in (rare, even):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accounting.dp_events import dp_event
 from clipless.accounting import StepEvent, epsilon, gradient_multiplier, joint_multiplier
 from clipless.errors import InvalidArgument, InvalidType
 
@@ -57,7 +58,7 @@ def test_multipliers_of_any_size_do_not_overflow():
     ],
 )
 def test_dp_event(event, expected):
-    assert event.dp_event() == expected
+    assert dp_event(event) == expected
 
 
 @given(st.floats(1e-6, 1), ratios, st.lists(ratios, max_size=3).map(tuple))

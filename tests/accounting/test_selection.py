@@ -17,7 +17,7 @@ from clipless import accounting
 from clipless.accounting import Ledger, StepEvent, selection
 from clipless.accounting.selection import (
     METHODS,
-    Grid,
+    GridSearch,
     LiuTalwar,
     PapernotSteinke,
     Repetitions,
@@ -233,10 +233,15 @@ def test_random_stopping_draws_a_geometric_number_of_uniform_candidates() -> Non
 
 
 def test_a_grid_draws_every_candidate_once() -> None:
-    assert Grid(5).draw(random.Random(0)) == (0, 1, 2, 3, 4)
+    assert GridSearch(5).draw(random.Random(0)) == (0, 1, 2, 3, 4)
 
 
-METHOD_EXAMPLES = [Grid(3), LiuTalwar(3, 0.2, 1e-15), PapernotSteinke(3, 7.5, 0.5), PapernotSteinke(3, 7.5, math.inf)]
+METHOD_EXAMPLES = [
+    GridSearch(3),
+    LiuTalwar(3, 0.2, 1e-15),
+    PapernotSteinke(3, 7.5, 0.5),
+    PapernotSteinke(3, 7.5, math.inf),
+]
 
 
 @pytest.mark.parametrize("method", METHOD_EXAMPLES, ids=repr)
@@ -322,13 +327,13 @@ def test_a_damaged_event_is_refused(damage: dict[str, object]) -> None:
         (lambda: single_run("lui-talwar", 3, 1e-5, 4, 0.1, 10), "did you mean 'liu-talwar'"),
         (lambda: single_run("grid", 3, 1e-5, 0, 0.1, 10), "candidates must be at least 1"),
         (lambda: single_run("grid", 0, 1e-5, 4, 0.1, 10), "epsilon"),
-        (lambda: price(Grid(3), 3, 1e-5, [FULL_BATCH]), "made for 3 candidates, the grid has 1"),
+        (lambda: price(GridSearch(3), 3, 1e-5, [FULL_BATCH]), "made for 3 candidates, the grid has 1"),
         (lambda: price("grid", 3, 1e-5, []), "candidates must be at least 1"),
         (lambda: LiuTalwar.covering(4, 1.5), "coverage"),
         (lambda: Repetitions(0.5), "mean number of runs"),
         (lambda: Repetitions(5, -1), "shape"),
         (lambda: PapernotSteinke.covering(10**6, shape=0), "needs more than"),
-        (lambda: Grid(2).epsilon([full_batch(1.0)], 1e-5), "as many runs"),
+        (lambda: GridSearch(2).epsilon([full_batch(1.0)], 1e-5), "has 2 runs, got 1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(call: object, message: str) -> None:

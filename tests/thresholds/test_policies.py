@@ -212,7 +212,7 @@ def test_groups_are_followed_one_by_one(policy: ThresholdPolicy) -> None:
         (lambda: clipless.dc_e(start=-1), "start must be positive"),
         (lambda: clipless.dc_e(histogram_multiplier=0), "histogram_multiplier must be positive"),
         (lambda: clipless.quantile(percentile="half"), "percentile must be a number"),
-        (lambda: clipless.quantile(rate=math.nan), "rate must be positive"),
+        (lambda: clipless.quantile(rate=math.nan), "rate must be a number and is NaN"),
         (lambda: clipless.decay(rho=1.5), "rho must lie in"),
         (lambda: clipless.decay(noise_rho=0), "noise_rho must be positive"),
         (lambda: clipless.dc_e(rule="abbadi"), "did you mean 'abadi'"),

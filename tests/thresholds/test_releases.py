@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import clipless
 from clipless.clipping import CLIPPINGS, Clipping
-from clipless.noise import SeededNoise
+from noising import assert_on_grid, seeded_normals
 
 SIGMA, RECORDS, BATCH, STEPS, SEED = 1.2, 120, 30, 8, 3
 # The groups of the model below, and how many numbers are in each.
@@ -271,19 +271,20 @@ def compare(case: Case, groups: str, allocation: str, part: int | None) -> None:
         x, y = (torch.cat(column) for column in zip(*records, strict=True))
         norms, sums = clipped(weights, x, y, members, case.rule, hand.thresholds)
         stddevs = by_hand(hand.gradient_multiplier(), hand.thresholds, uniform)
-        normals = dict(zip(weights, SeededNoise(SEED).normals("gradient", step, weights.values()), strict=True))
+        normals = dict(zip(weights, seeded_normals(SEED, "gradient", step, weights.values()), strict=True))
         for names, stddev in zip(members, stddevs, strict=True):
             for name in names:
-                expected = (sums[name] + stddev * normals[name].double()) / BATCH
+                expected = (sums[name] + stddev * normals[name]) / BATCH
                 released = dict(model.named_parameters())[name].grad
                 assert released is not None
-                torch.testing.assert_close(released.double(), expected, rtol=2e-5, atol=2e-5 * stddev / BATCH)
+                error = 2e-5 * (stddev / BATCH + float(expected.abs().max()))
+                assert_on_grid(released.double(), expected, stddev / BATCH, error)
         multiplier, noised = hand.statistic_multiplier(), []
         if multiplier is not None:
             truth = torch.tensor(hand.truth(norms), dtype=torch.float64)
-            (noise,) = SeededNoise(SEED).normals("statistic", step, [truth])
+            (noise,) = seeded_normals(SEED, "statistic", step, [truth])
             released = private.history["statistic"][step]
-            torch.testing.assert_close(released, truth + multiplier * noise.double(), rtol=1e-5, atol=1e-5)
+            assert_on_grid(released, truth + multiplier * noise, multiplier, 1e-5 + 1e-5 * float(truth.abs().max()))
             noised = released.tolist()
         hand.update(noised)
         optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """Accounting: events in, epsilon out. Imports no torch."""
 
-from clipless.accounting.accountants import ACCOUNTANTS, epsilon
+from clipless.accounting.accountants import ACCOUNTANTS, APPROXIMATION_NOTE, epsilon
 from clipless.accounting.calibrate import noise_multiplier
 from clipless.accounting.events import StepEvent, gradient_multiplier, joint_multiplier
 from clipless.accounting.ledger import Ledger, Spent
@@ -9,6 +9,7 @@ from clipless.accounting.selection import SelectionEvent
 
 __all__ = [
     "ACCOUNTANTS",
+    "APPROXIMATION_NOTE",
     "Ledger",
     "SelectionEvent",
     "Spent",

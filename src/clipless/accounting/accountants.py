@@ -6,21 +6,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from clipless.accounting import checks
+from clipless import arguments, defaults
 from clipless.accounting.events import StepEvent
 from clipless.accounting.gdp import gdp_epsilon
 from clipless.accounting.pld import pld_epsilon
 from clipless.accounting.rdp import rdp_epsilon
 from clipless.accounting.release import Release, coarser, releases
-from clipless.errors import unknown_name
+from clipless.arguments import named
 
-NO_NOISE, MOST_NOISE = checks.SMALLEST, checks.LARGEST
+NO_NOISE, MOST_NOISE = arguments.SMALLEST, arguments.LARGEST
 MAX_RELEASES = 64
+APPROXIMATION_NOTE = "gdp is an approximation and may understate epsilon; pld and rdp are guarantees."
 
 
 @dataclass(frozen=True)
 class Accountant:
-    """A way to compute epsilon. `approximation` marks one whose epsilon can lie below the truth."""
+    """A method of computing epsilon. With `approximation`, the true epsilon can be larger than the one returned."""
 
     name: str
     approximation: bool
@@ -29,16 +30,16 @@ class Accountant:
     def epsilon(self, events: Sequence[tuple[StepEvent, int]], delta: float) -> float:
         """Epsilon at delta after each event happened `count` times; 0 for no events, infinite if one had no noise.
 
-        Noise below `NO_NOISE` counts as none, more than `MOST_NOISE` as that. A delta below `checks.LEAST_DELTA` has no
-        finite epsilon. More than `MAX_RELEASES` different steps are rounded to that many, each to
-        a costlier one: by at most 1 % in noise where the noise changes by a factor of 2 over the run.
+        Noise below `NO_NOISE` counts as no noise, noise above `MOST_NOISE` as `MOST_NOISE`. A delta below
+        `arguments.LEAST_DELTA` has no finite epsilon. More than `MAX_RELEASES` different steps are rounded to that many,
+        each to a costlier one: by at most 1 % in noise if the noise changes by a factor of 2 over the run.
         """
         spent = coarser(
             tuple(r._replace(noise_multiplier=min(r[1], MOST_NOISE)) for r in releases(events)), MAX_RELEASES
         )
         if not spent:
             return 0.0
-        if delta < checks.LEAST_DELTA or any(release.noise_multiplier < NO_NOISE for release in spent):
+        if delta < arguments.LEAST_DELTA or any(release.noise_multiplier < NO_NOISE for release in spent):
             return math.inf
         return _epsilon(self, spent, delta)
 
@@ -59,21 +60,21 @@ ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType(
 
 
 def accountant_named(name: str) -> Accountant:
-    """The registered accountant of that name, or an error that names the nearest one."""
-    if not isinstance(name, str) or name not in ACCOUNTANTS:
-        raise unknown_name("accountant", name, ACCOUNTANTS)
-    return ACCOUNTANTS[name]
+    """The registered accountant of that name; an unknown name raises with the nearest known one."""
+    return named("accountant", name, ACCOUNTANTS)
 
 
-def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld") -> float:
+def epsilon(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = defaults.ACCOUNTANT
+) -> float:
     """What `steps` steps of DP-SGD spend at `delta`, for adding or removing one record, with Poisson batches.
 
     "pld" (tight) and "rdp" are upper bounds. "gdp" is an approximation that can under-report. Numbers too small or too
-    large to compute with are refused: `clipless.accounting.checks` has the limits.
+    large to compute with are refused: `clipless.arguments` has the limits.
 
     >>> round(epsilon(noise_multiplier=1.1, sample_rate=0.01, steps=1000, delta=1e-5), 2)
     1.52
     """
-    event = StepEvent(checks.rate(sample_rate), checks.usable_multiplier("noise_multiplier", noise_multiplier))
-    count = checks.step_count(steps)
-    return accountant_named(accountant).epsilon(((event, count),), checks.failure_probability(delta))
+    event = StepEvent(arguments.rate(sample_rate), arguments.usable_multiplier("noise_multiplier", noise_multiplier))
+    count = arguments.step_count(steps)
+    return accountant_named(accountant).epsilon(((event, count),), arguments.failure_probability(delta))

@@ -1,47 +1,49 @@
-"""The least noise that keeps a promise."""
+"""Calibration: the least noise that keeps a run within (epsilon, delta)."""
 
 import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from clipless.accounting import checks
+from clipless import arguments, defaults
 from clipless.accounting.accountants import accountant_named
 from clipless.accounting.accountants import epsilon as epsilon_of
 from clipless.errors import InvalidArgument
 
 LEAST_MULTIPLIER = 1e-3
 TOLERANCE = 0.008
-# Beyond this no noise is enough.
+# Targets that need more noise than this are out of reach.
 MOST_MULTIPLIER = 1e18
 # Trials by secant before the search falls back to halving its bracket, or to strides where it has none.
 PATIENCE = 8
-# Two multipliers this close are the same: what lies between them is a jump of the accountant.
+# Two multipliers this close count as the same: between them the accountant's epsilon jumps.
 SAME = 1 + 1e-4
 STRIDE = 8
 
 
 class OutOfReach(InvalidArgument):
-    """A promise that no amount of noise keeps."""
+    """No amount of noise meets the target."""
 
 
-def noise_multiplier(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "pld") -> float:
+def noise_multiplier(
+    epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = defaults.ACCOUNTANT
+) -> float:
     """The smallest noise multiplier with which `steps` steps spend at most (epsilon, delta).
 
     Promise: `clipless.epsilon` of the result is never above `epsilon`, and at least 99 % of it. The one exception: where
-    delta exceeds the chance that a record is ever sampled, "pld" finds that any noise will do and answers with
-    `LEAST_MULTIPLIER`. Then choose a smaller delta. Raises `OutOfReach`, an `InvalidArgument`, where not even
-    `MOST_MULTIPLIER` is enough.
+    delta exceeds the probability that a record is ever sampled, "pld" accepts any noise and `LEAST_MULTIPLIER` is
+    returned; choose a smaller delta then. Raises `OutOfReach`, an `InvalidArgument`, if not even `MOST_MULTIPLIER` is
+    enough.
 
     >>> z = noise_multiplier(epsilon=3.0, delta=1e-5, sample_rate=0.01, steps=1000)
     >>> 2.97 < epsilon_of(z, sample_rate=0.01, steps=1000, delta=1e-5) <= 3.0
     True
     """
     return _noise_multiplier(
-        checks.target_epsilon(epsilon),
-        checks.failure_probability(delta),
-        checks.rate(sample_rate),
-        checks.step_count(steps),
+        arguments.target_epsilon(epsilon),
+        arguments.failure_probability(delta),
+        arguments.rate(sample_rate),
+        arguments.step_count(steps),
         accountant_named(accountant).name,
     )
 
@@ -61,9 +63,9 @@ class _Trial(NamedTuple):
 
 
 def search(spent: Callable[[float], float], target: float, start: float) -> float:
-    """Bracket the target and close in on it from the safe side. What is returned was tried and found to be enough.
+    """Bracket the target and close in on it from the safe side. The result was tried and meets the target.
 
-    An epsilon that is not a number is never enough.
+    A NaN epsilon never meets it.
     """
     aim = target * (1 - TOLERANCE / 4)
     trials: list[_Trial] = []
@@ -89,7 +91,7 @@ def search(spent: Callable[[float], float], target: float, start: float) -> floa
 
 
 def _next(trials: list[_Trial], aim: float, too_little: float, enough: float) -> float:
-    """The multiplier to try next: by secant, kept inside the bracket, or within a stride while there is none."""
+    """The multiplier to try next: by secant, kept inside the bracket, or one stride away while there is no bracket."""
     z = _secant(trials, aim)
     patient = len(trials) <= PATIENCE
     if too_little == 0:
@@ -102,7 +104,7 @@ def _next(trials: list[_Trial], aim: float, too_little: float, enough: float) ->
 
 
 def _secant(trials: list[_Trial], aim: float) -> float:
-    """Where the line through the two trials nearest to the aim meets it, in logarithms; slope -3/2 through one."""
+    """Where the line through the two trials nearest to the target meets it, in logarithms; with one trial, slope -3/2."""
     usable = [trial for trial in trials if 0 < trial.epsilon < math.inf]
     if not usable:
         return 0.0 if trials[-1].epsilon == 0 else math.inf

@@ -12,11 +12,11 @@ from scipy import fft
 TILTS = 12
 STEEPEST = 600.0
 MAX_WINDOW = 2**22
-# -log of the last digit of a float, and some.
+# Slightly more than -log of the relative precision of a float.
 REACH = 60.0
 
 
-class Part(NamedTuple):
+class RepeatedLoss(NamedTuple):
     """`repeats` independent losses with `masses` on `low`, `low` + 1, … and `infinity` on infinity."""
 
     low: int
@@ -33,7 +33,7 @@ class Total(NamedTuple):
     infinity: float
 
 
-def misplaced(parts: Sequence[Part], *, extended: bool) -> float:
+def misplaced(parts: Sequence[RepeatedLoss], *, extended: bool) -> float:
     """How much mass rounding can misplace while the parts are composed; measured, with a factor of 3 in reserve."""
     likely = (float(part.masses.max()) for part in parts)
     total = sum(part.repeats * min(1.0, 2 * (1 - most)) for part, most in zip(parts, likely, strict=True))
@@ -41,15 +41,15 @@ def misplaced(parts: Sequence[Part], *, extended: bool) -> float:
     return 4 * last_digit * (total + 100 * min(1.0, total))
 
 
-def composed(parts: Sequence[Part], tail: float, *, extended: bool = False) -> Total:
-    """The sum of all parts, as far as it lies in a window that it leaves with a chance of `tail` at most.
+def composed(parts: Sequence[RepeatedLoss], tail: float, *, extended: bool = False) -> Total:
+    """The sum of all parts inside a window, which the sum leaves with probability at most `tail`.
 
-    What lies outside folds back into the window and counts as infinite as well, so masses are never too small. dp-
-    accounting does this for one part at a time; together they take one window and one transform back.
+    Mass outside the window folds back into it and is counted as infinite as well, so masses are never too small.
+    dp-accounting does this for one part at a time; all parts together need one window and one inverse transform.
 
-    A loss that is nearly always the same has a transform near 1. Its power is taken by log1p and expm1 of the small
-    rest, so that only the rest is rounded; if `extended`, in numpy's longest floats. Raises OverflowError where the
-    window has more than `MAX_WINDOW` points.
+    A loss that is nearly constant has a transform near 1. Its power is computed by log1p and expm1 of the small
+    difference from 1, so only that difference is rounded; if `extended`, in numpy's longest floats. Raises OverflowError
+    if the window has more than `MAX_WINDOW` points.
     """
     centres = [part.low + int(np.argmax(part.masses)) for part in parts]
     low, high = _window(parts, centres, tail)
@@ -76,7 +76,7 @@ def epsilon_at(total: Total, interval: float, delta: float) -> float:
     """The least epsilon at which the losses, multiples of `interval`, exceed it by no more than `delta` allows.
 
     That is E[(1 − e^(ε − loss))₊] <= delta. Every e^(−loss) is taken relative to the least loss that is exceeded with a
-    chance of `delta` at most: epsilon lies less than `REACH` below it, so nothing leaves the range of floats.
+    probability of at most `delta`: epsilon lies less than `REACH` below it, so nothing leaves the range of floats.
     """
     if total.infinity > delta:
         return math.inf
@@ -109,8 +109,8 @@ def _log1p(z: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(real + 1j * np.arctan2(y, 1 + x))
 
 
-def _window(parts: Sequence[Part], centres: Sequence[int], tail: float) -> tuple[int, int]:
-    """Where the sum of all distances from the centres lies, but for a chance of `tail`, by Chernoff's bound."""
+def _window(parts: Sequence[RepeatedLoss], centres: Sequence[int], tail: float) -> tuple[int, int]:
+    """Where the sum of all distances from the centres lies with probability at least 1 - `tail`, by Chernoff's bound."""
     distances = [np.arange(len(p.masses)) + (p.low - c) for p, c in zip(parts, centres, strict=True)]
     low = sum(part.repeats * int(d[0]) for part, d in zip(parts, distances, strict=True))
     high = sum(part.repeats * int(d[-1]) for part, d in zip(parts, distances, strict=True))

@@ -12,7 +12,7 @@ ROUNDING = 1e-10
 
 
 def renyi_epsilon(order: float, divergence: float, delta: float) -> float:
-    """The least epsilon that a Rényi divergence of this order implies at delta, but for the grid of tangents.
+    """The least epsilon that a Rényi divergence of this order implies at delta, up to the grid of tangents.
 
     dp-accounting bounds (t − e^ε)₊, t a likelihood ratio, by a multiple of t^α; and jumps to 0 where another inequality
     takes over. Any curve g(t) = A·t^α − B·t + C that touches 0 at some u < 1 and the line t − e^ε beyond bounds

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
-import dp_accounting
-
-from clipless.accounting import checks
-from clipless.errors import InvalidArgument, InvalidType, named
+from clipless import arguments
+from clipless.arguments import named
+from clipless.errors import InvalidArgument, InvalidType
 
 
 class Event(Protocol):
@@ -25,7 +24,7 @@ class Event(Protocol):
 
 
 class PricedEvent(Event, Protocol):
-    """An event that is no step of DP-SGD and knows its own price."""
+    """An event other than a step of DP-SGD, which computes its own price."""
 
     def epsilon(self, delta: float, accountant: str) -> float:
         """What this event alone costs at `delta`."""
@@ -51,9 +50,9 @@ def event_from(kind: object, record: object) -> Event:
 
 
 def joint_multiplier(*multipliers: float) -> float:
-    """The multiplier of one Gaussian that is worth several on the same batch: (Σ z^-2)^(-1/2).
+    """The multiplier of one Gaussian that costs as much as several on the same batch: (Σ z^-2)^(-1/2).
 
-    One multiplier is returned unchanged. One of 0 makes the whole 0; infinity (nothing released) costs nothing.
+    A single multiplier is returned unchanged. If one is 0 the result is 0; infinity (nothing released) costs nothing.
 
     >>> joint_multiplier(1.1)
     1.1
@@ -64,7 +63,7 @@ def joint_multiplier(*multipliers: float) -> float:
     """
     if not multipliers:
         raise InvalidArgument("joint_multiplier needs at least one multiplier; pass math.inf if nothing is released.")
-    ratios = [checks.multiplier("multiplier", z) for z in multipliers]
+    ratios = [arguments.multiplier("multiplier", z) for z in multipliers]
     least = min(ratios)
     if len(ratios) == 1 or least in (0.0, math.inf):
         return least
@@ -82,15 +81,15 @@ def gradient_multiplier(total: float, statistic: float) -> float:
     >>> gradient_multiplier(1.0, float("inf"))
     1.0
     """
-    total = checks.positive_multiplier("total multiplier", total)
-    statistic = checks.positive_multiplier("statistic multiplier", statistic)
+    total = arguments.positive_multiplier("total multiplier", total)
+    statistic = arguments.positive_multiplier("statistic multiplier", statistic)
     if statistic <= total:
         raise InvalidArgument(
             f"a statistic multiplier of {statistic} takes more than the whole step, whose multiplier is {total}: raise "
             f"it above {total}. {2 * total:g} leaves 3/4 of the budget to the gradient."
         )
-    share = total / statistic
-    gradient = total / math.sqrt((1 - share) * (1 + share))
+    ratio = total / statistic
+    gradient = total / math.sqrt((1 - ratio) * (1 + ratio))
     ulp = 2.0**-52
     while joint_multiplier(gradient, statistic) < total:
         gradient *= 1 + ulp
@@ -120,23 +119,17 @@ class StepEvent:
             raise InvalidType(
                 f"statistic_multipliers must be a tuple, got {self.statistic_multipliers!r}; write (z,) for one."
             )
-        statistics = tuple(checks.multiplier("statistic multiplier", z) for z in self.statistic_multipliers)
-        object.__setattr__(self, "sample_rate", checks.rate(self.sample_rate))
-        object.__setattr__(self, "gradient_multiplier", checks.multiplier("noise_multiplier", self.gradient_multiplier))
+        statistics = tuple(arguments.multiplier("statistic multiplier", z) for z in self.statistic_multipliers)
+        object.__setattr__(self, "sample_rate", arguments.rate(self.sample_rate))
+        object.__setattr__(
+            self, "gradient_multiplier", arguments.multiplier("noise_multiplier", self.gradient_multiplier)
+        )
         object.__setattr__(self, "statistic_multipliers", statistics)
 
     @property
     def noise_multiplier(self) -> float:
         """The multiplier of everything this step releases, taken together."""
         return joint_multiplier(self.gradient_multiplier, *self.statistic_multipliers)
-
-    def dp_event(self) -> dp_accounting.DpEvent:
-        """This step in the language of dp-accounting.
-
-        >>> StepEvent(sample_rate=1.0, gradient_multiplier=2.0).dp_event()
-        GaussianDpEvent(noise_multiplier=2.0)
-        """
-        return sampled_gaussian(self.sample_rate, self.noise_multiplier)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, from which `from_dict` makes an equal event."""
@@ -156,17 +149,7 @@ class StepEvent:
         if not isinstance(statistics, (list, tuple)):
             raise InvalidType(f"statistic_multipliers must be a list of numbers, got {statistics!r}.")
         return cls(
-            checks.real("sample_rate", record["sample_rate"]),
-            checks.real("gradient_multiplier", record["gradient_multiplier"]),
+            arguments.real("sample_rate", record["sample_rate"]),
+            arguments.real("gradient_multiplier", record["gradient_multiplier"]),
             tuple(statistics),
         )
-
-
-def sampled_gaussian(sample_rate: float, noise_multiplier: float) -> dp_accounting.DpEvent:
-    """A Gaussian release on a Poisson batch; without noise it is not private, with infinite noise it is nothing."""
-    if noise_multiplier == 0:
-        return dp_accounting.NonPrivateDpEvent()
-    if noise_multiplier == math.inf:
-        return dp_accounting.NoOpDpEvent()
-    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
-    return gaussian if sample_rate == 1 else dp_accounting.PoissonSampledDpEvent(sample_rate, gaussian)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from clipless.accounting import checks
+from clipless import arguments
 from clipless.accounting.accountants import accountant_named
 from clipless.accounting.events import EVENTS, Event, PricedEvent, StepEvent, event_from
 from clipless.errors import InvalidArgument, InvalidType
@@ -27,7 +27,7 @@ class Spent:
 
     @property
     def approximation(self) -> bool:
-        """Whether epsilon can lie below the truth: then it is no guarantee."""
+        """Whether the true epsilon can be larger than the one stated."""
         return accountant_named(self.accountant).approximation
 
     def __repr__(self) -> str:
@@ -52,12 +52,16 @@ class Ledger:
 
     def __init__(self) -> None:
         self._groups: list[tuple[Event, int]] = []
+        self._steps = 0
 
     def record(self, event: Event, count: int = 1) -> None:
         """Write down an event, or several equal ones. Call it before their result can be seen."""
         if EVENTS.get(getattr(event, "kind", "")) is not type(event):
             raise InvalidType(f"a ledger records StepEvent objects and other registered events, got {event!r}.")
-        count = checks.step_count(count)
+        if type(count) is not int or count != 1:
+            count = arguments.step_count(count)
+        if isinstance(event, StepEvent):
+            self._steps += count
         if self._groups and self._groups[-1][0] == event:
             count += self._groups.pop()[1]
         self._groups.append((event, count))
@@ -70,7 +74,7 @@ class Ledger:
     @property
     def steps(self) -> int:
         """How many steps were recorded; events of other kinds do not count."""
-        return sum(count for event, count in self._groups if isinstance(event, StepEvent))
+        return self._steps
 
     def __len__(self) -> int:
         return sum(count for _, count in self._groups)
@@ -86,17 +90,17 @@ class Ledger:
     def spent(self, delta: float, accountant: str = "pld") -> Spent:
         """Epsilon at `delta` of everything recorded so far; 0 for an empty ledger.
 
-        Steps are composed by the accountant. Every event of another kind is one more part beside them, and the parts
-        are added up by basic composition: each gets an equal share of `delta`, and their epsilons are summed. That is
-        sound for any mixture, also when a later part was chosen by what an earlier one released.
+        The accountant composes the steps. Steps and events of other kinds are then added up by basic composition: each
+        gets an equal part of `delta`, and their epsilons are summed. This is sound for any mixture, even if a later
+        event was chosen by what an earlier one released.
         """
-        delta = checks.failure_probability(delta)
+        delta = arguments.failure_probability(delta)
         chosen = accountant_named(accountant)
         steps = [(event, count) for event, count in self._groups if isinstance(event, StepEvent)]
         others = [(event, count) for event, count in self._groups if not isinstance(event, StepEvent)]
-        share = delta / max(1, bool(steps) + sum(count for _, count in others))
-        parts = [count * cast(PricedEvent, event).epsilon(share, chosen.name) for event, count in others]
-        return Spent(chosen.epsilon(steps, share) + sum(parts), delta, self.steps, chosen.name)
+        part = delta / max(1, bool(steps) + sum(count for _, count in others))
+        parts = [count * cast(PricedEvent, event).epsilon(part, chosen.name) for event, count in others]
+        return Spent(chosen.epsilon(steps, part) + sum(parts), delta, self.steps, chosen.name)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, from which `from_dict` makes an equal ledger."""

@@ -1,4 +1,4 @@
-"""The privacy loss of one Gaussian step on a Poisson batch, as arrays: dp-accounting has the same one number at a time.
+"""The privacy loss of one Gaussian step on a Poisson batch, as arrays; dp-accounting computes single numbers.
 
 Removing a record compares x ~ (1 − q)·N(0, σ²) + q·N(1, σ²) with N(0, σ²); adding one, the reverse.
 """
@@ -13,7 +13,7 @@ Array = NDArray[np.float64]
 
 
 def deltas(sample_rate: float, noise_multiplier: float, removing: bool, epsilons: Array) -> Array:
-    """The hockey-stick divergence of one step at each epsilon, in increasing order: what delta each of them needs.
+    """The hockey-stick divergence of one step at each epsilon, in increasing order: the delta that each of them needs.
 
     >>> deltas(0.5, 1.0, True, np.array([-1.0, 0.0, 1.0])).round(4)
     array([0.6321, 0.1915, 0.0289])
@@ -54,7 +54,7 @@ def loss(sample_rate: float, noise_multiplier: float, x: float) -> float:
 def loss_range(
     sample_rate: float, noise_multiplier: float, removing: bool, below: float, above: float
 ) -> tuple[float, float]:
-    """Losses that one step falls below or exceeds with these chances at most."""
+    """Losses that one step falls below or exceeds with at most these probabilities."""
     q, z = sample_rate, noise_multiplier
     down, up = z * float(special.ndtri(below)), -z * float(special.ndtri(above))
     if removing:

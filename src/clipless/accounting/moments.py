@@ -1,4 +1,4 @@
-"""Moments of the privacy loss, as arrays: dp-accounting has the same series, term by term.
+"""Moments of the privacy loss, as arrays; dp-accounting sums the same series term by term.
 
 A(α) is the mean of (mixture / N(0, σ²))^α under N(0, σ²), with the mixture (1 − q)·N(0, σ²) + q·N(1, σ²); the Rényi
 divergence of order α is log A(α) / (α − 1). Mironov, Talwar and Zhang, arXiv:1908.10530, section 3.3.

@@ -1,6 +1,7 @@
 """Privacy loss distributions, discretised and read by dp-accounting, on a grid that fits the problem.
 
-Every grid gives an upper bound (pessimistic connect-the-dots); the choice is only between loose, slow and noisy.
+Every grid gives an upper bound (pessimistic connect-the-dots). A coarse one is loose, a fine one slow, and one that is too
+fine is spoilt by rounding.
 """
 
 import math
@@ -9,7 +10,7 @@ import numpy as np
 from dp_accounting.pld import pld_pmf
 
 from clipless.accounting import losses
-from clipless.accounting.composition import Part, composed, epsilon_at, misplaced
+from clipless.accounting.composition import RepeatedLoss, composed, epsilon_at, misplaced
 from clipless.accounting.gaussian import gaussian_epsilon
 from clipless.accounting.rdp import rdp_epsilon
 from clipless.accounting.release import Release
@@ -17,9 +18,9 @@ from clipless.accounting.release import Release
 MAX_POINTS = 80_000
 POINTS_PER_STDDEV = 16
 MAX_POINTS_COMPOSED = 100_000  # per standard deviation
-# The share of delta given up to tails that are cut, for a short grid.
+# The fraction of delta given up to tails that are cut, for a short grid.
 TAIL_SHARE = 1e-3
-# So many different releases get all points, and are composed in numpy's longest floats where it helps.
+# Up to this many different releases get all points, and are composed in numpy's longest floats where that helps.
 FEW = 4
 # Second differences of rounded deltas leave about 0.35 * 2**-53 / interval too much mass on each point.
 DIFFERENCE_ROUNDING = 4e-17
@@ -31,11 +32,11 @@ LARGEST_INDEX = 2.0**60
 def pld_epsilon(releases: tuple[Release, ...], delta: float) -> float:
     """Epsilon by privacy loss distributions: an upper bound, exact for full batches, within about 1 % elsewhere.
 
-    At rates below 1e-3 up to 4 % were found beyond a million steps; with more than `FEW` kinds of steps, which get fewer
-    points, up to 8 % before and 26 % beyond. docs/budget.md has the figures.
+    At rates below 1e-3 it can be up to 4 % too large beyond a million steps; with more than `FEW` kinds of steps, which
+    get fewer points, up to 8 % before and 26 % beyond. docs/budget.md has the figures.
 
-    Less tight, and then the lesser of all bounds at hand (Rényi, full batches), where float64 gets in the way: when
-    1e-15 * sample_rate * steps approaches delta, and where a step's loss is spread over more scales than `MAX_POINTS`
+    It is less tight, and then the least of all bounds at hand (Rényi, full batches), at the limits of float64: when
+    1e-15 * sample_rate * steps approaches delta, and when a step's loss is spread over more scales than `MAX_POINTS`
     resolve.
     """
     full = gaussian_epsilon(math.hypot(*(math.sqrt(r.steps) / r.noise_multiplier for r in releases)), delta)
@@ -44,7 +45,7 @@ def pld_epsilon(releases: tuple[Release, ...], delta: float) -> float:
     points = MAX_POINTS if len(releases) <= FEW else MAX_POINTS // 4
     removed, tight = _direction(releases, delta, removing=True, points=points)
     added, also_tight = _direction(releases, delta, removing=False, points=MAX_POINTS // 32)
-    if added > removed and not also_tight:  # adding a record is seldom the worse direction: look closer only then
+    if added > removed and not also_tight:  # adding a record is seldom the worse direction: compute it finely only then
         added, also_tight = _direction(releases, delta, removing=False, points=points)
     bound = min(full, max(removed, added))
     return bound if tight and (also_tight or added <= removed) else min(bound, rdp_epsilon(releases, delta))
@@ -67,26 +68,26 @@ def _direction(releases: tuple[Release, ...], delta: float, *, removing: bool, p
             mass = float(total.masses.sum()) + total.infinity
             if not 1 - MASS_LOSS <= mass <= 2:
                 return math.inf, False
-            # Rounding can lose a little mass; then the rest stands for all.
+            # Rounding can lose a little mass: rescale the rest.
             found = epsilon_at(total, interval, (delta - noise * mass) * min(1.0, mass))
             return found, fine and noise < delta / 20 and math.isfinite(found)
-    except (ValueError, OverflowError):  # numbers that rounding has spoilt
+    except (ValueError, OverflowError):  # spoilt by rounding
         return math.inf, False
 
 
-def _part(release: Release, low: float, high: float, interval: float, removing: bool) -> Part:
+def _part(release: Release, low: float, high: float, interval: float, removing: bool) -> RepeatedLoss:
     first, last = math.floor(low / interval), math.ceil(high / interval)
     q, z, count = release
     deltas = losses.deltas(q, z, removing, np.arange(first, last + 1, dtype=np.float64) * interval)
     one = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas).to_dense_pmf()
-    return Part(one._lower_loss, one._probs, one._infinity_mass, count)
+    return RepeatedLoss(one._lower_loss, one._probs, one._infinity_mass, count)
 
 
 def _loss_range(release: Release, delta: float, removing: bool) -> tuple[float, float]:
-    """Least and largest loss of one step worth a grid point.
+    """Least and largest loss of one step on the grid.
 
-    All steps together exceed the largest with a chance of `TAIL_SHARE * delta`. Losses below the least are rounded up
-    to it, which costs next to nothing in sum.
+    All steps together exceed the largest with probability `TAIL_SHARE * delta`. Losses below the least are rounded up
+    to it, which adds almost nothing to the sum.
     """
     q, z, count = release
     steps = _rounded_up(count)
@@ -94,7 +95,7 @@ def _loss_range(release: Release, delta: float, removing: bool) -> tuple[float, 
 
 
 def _interval(releases: tuple[Release, ...], ranges: list[tuple[float, float]], points: int) -> tuple[float, bool]:
-    """The grid interval, and whether it is as fine as one step's loss deserves.
+    """The grid interval, and whether it resolves one step's loss as finely as wanted.
 
     It has few binary digits, so that every multiple of it is exact.
     """
@@ -113,5 +114,5 @@ def _interval(releases: tuple[Release, ...], ranges: list[tuple[float, float]], 
 
 
 def _rounded_up(steps: int) -> int:
-    """The next power of 4: a growing run keeps its grid for long."""
+    """The next power of 4, so that the grid changes rarely as a run grows."""
     return 4 ** math.ceil(math.log(steps, 4))

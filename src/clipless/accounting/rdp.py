@@ -18,7 +18,7 @@ ROUNDING = 4e-12
 def rdp_epsilon(releases: tuple[Release, ...], delta: float) -> float:
     """Epsilon by Rényi DP: an upper bound, within about 1 % of the best over all orders up to `LARGEST_ORDER`.
 
-    Orders whose series does not converge drop out, which leaves an upper bound.
+    Orders whose series does not converge are left out; the result is still an upper bound.
     """
 
     def best_of(orders: Sequence[float]) -> tuple[float, float]:
@@ -38,7 +38,7 @@ def rdp_epsilon(releases: tuple[Release, ...], delta: float) -> float:
 
 
 def _divergence(releases: tuple[Release, ...], order: float) -> float:
-    """Of all steps together. No step is charged more than one on a full batch, which is known without a series."""
+    """The divergence of all steps together. No step is charged more than one on a full batch, whose divergence is known."""
     total = sum(steps * _charged(divergence(q, z, order) + ROUNDING, order / (2 * z**2)) for q, z, steps in releases)
     return math.inf if math.isnan(total) else total
 
@@ -48,6 +48,6 @@ def _charged(series: float, full_batch: float) -> float:
 
 
 def _scaled(order: float, ratio: float) -> float:
-    """An order nearby; a whole number where the series for fractions grow long."""
+    """A nearby order; an integer where the series for fractional orders grow long."""
     scaled = 1 + (order - 1) * ratio
     return scaled if scaled < SMALL_ORDERS[-1] else float(round(scaled))

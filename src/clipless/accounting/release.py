@@ -1,4 +1,4 @@
-"""Steps as the accountants see them: what was released, how often, nothing else."""
+"""Steps as the accountants see them: what was released, and how often."""
 
 import math
 from collections import Counter
@@ -34,11 +34,11 @@ def releases(events: Sequence[tuple[StepEvent, int]]) -> tuple[Release, ...]:
 
 
 def coarser(releases: tuple[Release, ...], limit: int) -> tuple[Release, ...]:
-    """At most `limit` different releases, each as costly as the costliest of those it stands for: an upper bound.
+    """At most `limit` different releases, each as costly as the costliest of those it replaces: an upper bound.
 
-    Noise multipliers that lie between the same powers of some root of 2 are taken together, and rates likewise if there
-    are many of them. The root is halved until they are few enough; each grid is part of the one before, so a longer
-    history is never merged into a cheaper one.
+    Noise multipliers between the same two powers of some root of 2 are merged, and rates likewise if there are many. The
+    grid is coarsened until few enough are left; each grid is part of the one before, so a longer history is never merged
+    into a cheaper one.
     """
     if len(releases) <= limit:
         return releases

@@ -1,116 +1,82 @@
-"""Normal numbers of a key, written out or added to what is released.
+"""Noise added to what is released, and the sum rounded to a grid.
 
-As the numbers themselves (see normals.py) the addition is written down twice: here, and in compiled/noise.c, which does
-all of it in one pass through the cache, cipher included. Both give the same bits.
+As the numbers themselves (see normals.py) this is written down twice: here, and in native/noise.c, which does all of it in
+one pass through the cache, cipher included. Both give the same bits.
 """
 
-import ctypes
-import functools
-import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from clipless.compiled import COUNT, LIBRARY, POINTER, function, threads
-from clipless.noise.drawing import Span, hand_out
-from clipless.noise.keystream import SPARE, keystreams
-from clipless.noise.normals import CHUNK, Floats, normals
+from clipless.native import checked
+from clipless.native.noise import Noise, build
+from clipless.noise.normals import CHUNK, blocks, standard_normals
 
-# Numbers drawn from one keystream: blocks are drawn side by side in threads, and are the same whatever their number. So
-# many that threads seldom meet, each at the lock of the interpreter.
-BLOCK = 2**18
-
-# All tensors here have one dimension and lie in main memory.
-Lines = Sequence[Tensor]
-# Given a key, tensors, their standard deviations, and the tensors that the sums go to: the same or others.
-Adds = Callable[[bytes, Lines, Sequence[float], Lines], None]
+GRID_BITS = 6
 
 
-def write_noise(key: bytes, into: Lines) -> None:
-    """Standard normal numbers, one after the other through all tensors."""
-    arrays = [line.numpy() for line in into]
+def grid(stddev: float) -> float:
+    """The step of the grid for noise of that size: a power of two, more than stddev/128 and at most stddev/64.
 
-    def write(span: Span, noise: Floats) -> None:
-        arrays[span.tensor][span.start : span.stop] = noise
+    Rounding to it is unbiased beside such noise, and makes its standard deviation larger by one part in 100,000.
 
-    _hand_out(key, into, write)
-
-
-def add_noise(key: bytes, sums: Lines, stddevs: Sequence[float], into: Lines) -> None:
-    """Each tensor plus its standard deviation times the numbers that `write_noise` would write to it.
-
-    >>> sums, noise, out = torch.ones(3), torch.empty(3), torch.empty(3)
-    >>> write_noise(bytes(32), [noise])
-    >>> add_noise(bytes(32), [sums], [2.0], [out])
-    >>> torch.equal(out, 1 + 2 * noise)
-    True
+    >>> grid(1.0), grid(3.0)
+    (0.015625, 0.03125)
     """
-    fits = all(line.dtype is torch.float32 and line.is_contiguous() for line in (*sums, *into))
-    fits = fits and all(len(one) == len(other) for one, other in zip(sums, into, strict=True))
-    adds = compiled() if fits else None
-    (adds or by_numpy)(key, sums, stddevs, into)
+    return math.ldexp(0.5, math.frexp(stddev)[1] - GRID_BITS)
 
 
-def by_numpy(key: bytes, sums: Lines, stddevs: Sequence[float], into: Lines) -> None:
-    """Without any thread of torch's, which compute nonsense in a forked child."""
-    ins, outs = ([line.numpy() for line in lines] for lines in (sums, into))
+def by_numpy(key: bytearray, sums: Sequence[Tensor], stddevs: Sequence[float], into: Sequence[Tensor]) -> None:
+    """into[k] = sums[k] + stddevs[k] times the numbers of the key, tensor after tensor, rounded to the grid of stddevs[k].
 
-    def write(span: Span, noise: Floats) -> None:
-        part = slice(span.start, span.stop)
-        noise *= stddevs[span.tensor]
-        np.add(ins[span.tensor][part], noise, out=outs[span.tensor][part])
-
-    _hand_out(key, into, write)
-
-
-def _hand_out(key: bytes, lines: Lines, write: Callable[[Span, Floats], None]) -> None:
-    streams = keystreams(key)
-
-    def drawer() -> Callable[[int, int], Floats]:
-        words = np.empty(BLOCK + SPARE // 4, np.uint32)
-
-        def draw(number: int, count: int) -> Floats:
-            whole = -(-count // CHUNK) * CHUNK
-            streams(number)(words.view(np.uint8), 4 * whole)
-            return normals(words[:whole])
-
-        return draw
-
-    hand_out(map(len, lines), BLOCK, drawer, write)
+    Tensors in main memory, without gaps; each sum in the type of what it goes to. Torch does nothing here: its threads
+    compute nonsense in a forked child.
+    """
+    noise, left = blocks(key, sum(tensor.numel() for tensor in into)), np.empty(0)
+    for value, stddev, out in zip(sums, stddevs, into, strict=True):
+        given, made, far = value.numpy().reshape(-1), out.numpy().reshape(-1), 1.5 * 2.0**52 * grid(stddev)
+        done = 0
+        while done < len(made):
+            if not len(left):
+                left = next(noise)
+            part, left = np.split(left, [len(made) - done])
+            place = slice(done, done + len(part))
+            with np.errstate(all="ignore"):
+                part *= stddev
+                part += given[place]
+                # Near 1.5 * 2**52 steps floating-point numbers are one step apart.
+                part += far
+                part -= far
+                made[place] = part
+            done += len(part)
+            part[:] = 0
 
 
-@functools.cache
-def compiled(library: Path = LIBRARY) -> Adds | None:
-    """The addition from a compiled library, if there is one and it does what numpy does; without a cipher in the processor
-    it does nothing."""
-    release = function("clipless_release", *[POINTER] * 5, *[COUNT] * 2, library=library)
-    if release is None:
+def _build(library: Path) -> Noise | None:
+    """Checked with both forms of the cipher, as which one is taken depends on the processor."""
+    narrow, wide = build(library, narrow=True), build(library)
+    if narrow is None or wide is None or not all(np.array_equal(*pair) for pair in _pairs(narrow)):
         return None
-
-    def adds(key: bytes, sums: Lines, stddevs: Sequence[float], into: Lines) -> None:
-        assert len(key) == 32
-        tensors = len(sums)
-        starts = [0, *itertools.accumulate(map(len, sums))]
-        places = [(POINTER * tensors)(*[line.data_ptr() for line in lines]) for lines in (into, sums)]
-        scales = (ctypes.c_float * tensors)(*map(float, stddevs))
-        release(key, *places, scales, (COUNT * len(starts))(*starts), tensors, threads(8 * starts[-1]))
-
-    return adds if _agrees(adds) else None
+    return wide
 
 
-def _agrees(adds: Adds) -> bool:
-    """Whether it gives numpy's bits, on tensors of every length beside the borders of chunks and blocks. It may be asked
-    in a forked child, where torch must not compute."""
-    sizes = (1, 0, CHUNK - 2, 3 * CHUNK, 5, BLOCK - 4 * CHUNK, CHUNK + 7)
+def _pairs(ours: Noise) -> Iterator[tuple[Tensor, Tensor]]:
+    """The numbers of two keys, and sums with tensors of every length beside the borders of chunks."""
+    sizes = (1, 0, CHUNK - 2, 3 * CHUNK, 5, 40 * CHUNK, CHUNK + 7)
     sums = [torch.from_numpy(np.linspace(-3, 3, size, dtype=np.float32)) for size in sizes]
-    stddevs = [0.1 * (number + 1) for number in range(len(sizes))]
-    ours, theirs = ([torch.from_numpy(np.zeros(size, np.float32)) for size in sizes] for _ in range(2))
-    for key in (bytes(range(32)), bytes(range(255, 223, -1))):
-        adds(key, sums, stddevs, ours)
-        by_numpy(key, sums, stddevs, theirs)
-        if not all(np.array_equal(one.numpy(), other.numpy()) for one, other in zip(ours, theirs, strict=True)):
-            return False
-    return True
+    stddevs = [0.1 * 1.9**number for number in range(len(sizes))]
+    for key in (bytearray(range(32)), bytearray(range(255, 223, -1))):
+        numbers = torch.from_numpy(np.zeros(40 * CHUNK))
+        ours.normals(key, numbers)
+        yield numbers, torch.from_numpy(standard_normals(key, len(numbers)))
+        made, expected = ([torch.from_numpy(np.zeros(size, np.float32)) for size in sizes] for _ in range(2))
+        ours.add(key, sums, stddevs, made)
+        by_numpy(key, sums, stddevs, expected)
+        yield from zip(made, expected, strict=True)
+
+
+compiled = checked(_build, _pairs)

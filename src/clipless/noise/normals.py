@@ -1,117 +1,114 @@
-"""Random words to standard normal numbers, in float32: the same numbers, bit for bit, on every machine.
+"""Random bits to standard normal numbers in float64: the same numbers, bit for bit, on every machine.
 
-Box-Muller with polynomials for logarithm, sine and cosine, so that each step is an addition, a multiplication or a square
-root of float32, which all processors round alike. It is written down twice: here for numpy, and in compiled/normals.c, which
-does in one pass through the cache what takes fifty here. Where the package was built without a C compiler, or what it
-built does not agree, numpy does the work.
+Box-Muller with polynomials for logarithm, sine and cosine, so that each step is an addition, a multiplication, a division
+or a square root, which all processors round alike. It is written down twice: here for numpy, and in native/noise.c, which
+does in one pass through the cache what takes sixty here.
 """
 
-import functools
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from clipless.compiled import COUNT, LIBRARY, POINTER, function
+from clipless.noise.keys import words
 
-Words = npt.NDArray[np.uint32]
-Floats = npt.NDArray[np.float32]
-# Words that are turned into numbers together: the first half gives radii, the second angles.
-CHUNK = 1024
+Words = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
+# Numbers made together: number i and number PAIRS + i are the coordinates of one point.
+PAIRS = 512
+CHUNK = 2 * PAIRS
+# Blocks of the cipher that a chunk takes: two words of 64 bits for a pair.
+CHUNK_BLOCKS = PAIRS
+# Chunks that numpy makes at a time: few enough for the cache.
+_TOGETHER = 64
 
-# log(1 + f) = f + f**2 times this, from the highest power, where 1 + f is between the roots of 1/2 and of 2.
+# -2 log((1 + s) / (1 - s)) = s times this in s**2, from the highest power, for (1 + s) / (1 - s) between the roots of 1/2
+# and of 2.
 _LOG = (
-    -0.08101558685302734, 0.12712307274341583, -0.12972238659858704, 0.14202174544334412, -0.16642247140407562,
-    0.20001468062400818, -0.25000298023223877, 0.333333283662796, -0.5,
+    -0.332438941803548, -0.36280370404986495, -0.44445724953699084, -0.571428482730327, -0.800000000224244,
+    -1.3333333333332416, -4.0,
 )  # fmt: skip
-# In the square of an angle up to an eighth of the circle: sin a = a + a**3 times this; cos a is the other.
-_SINE = (-0.00019587950373534113, 0.008332748897373676, -0.166666641831398)
-_COSINE = (2.454804962326307e-05, -0.001388830365613103, 0.0416666641831398, -0.5, 1.0)
-_LOG_OF_2 = 0.6931471824645996
-_TURN = 3.65729529994141e-10
-_ROOT_HALF = 0x3F3504F3
+# In the square of t from 0 to 1: sin(t pi/4) is t times this; cos(t pi/4) is the other.
+_SINE = (
+    6.877360573166326e-12, -1.7571500746983935e-09, 3.133616225433416e-07, -3.657620415891387e-05,
+    0.002490394570188844, -0.08074551218828054, 0.7853981633974483,
+)  # fmt: skip
+_COSINE = (
+    1.1384778780982284e-10, -2.461006226754435e-08, 3.5908597712602535e-06, -0.00032599188676870125,
+    0.0158543442438019, -0.30842513753404227, 1.0,
+)  # fmt: skip
+_TWICE_LOG_OF_2 = -1.3862943611198906
+_ROOT_HALF = 0x3FE6A09E667F3BCD
+_ONE = 0x3FF0000000000000
 
 
-def normals(words: Words) -> Floats:
-    """An even number of random words, overwritten with as many standard normal numbers.
+def standard_normals(key: bytes | bytearray, count: int) -> Floats:
+    """The first `count` numbers under a key: those that a release with this key adds, over all its tensors end to end.
 
-    The radius comes from 31 bits and ends at 6.66; a true Gaussian passes that once in 4e10 numbers. For noise that is
-    to hide something, see the secure source, which ends at 11.4.
+    >>> bool((standard_normals(bytes(32), 3) == standard_normals(bytes(32), 2000)[:3]).all())
+    True
     """
-    (compiled() or arithmetic)(words)
-    return words.view(np.float32)
+    return np.concatenate([np.empty(0), *blocks(key, count)])
 
 
-def arithmetic(words: Words) -> None:
-    """The transform in numpy; normals.c follows it line by line."""
-    first, second = words.reshape(-1, 2, CHUNK // 2).transpose(1, 0, 2)
+def blocks(key: bytes | bytearray, count: int) -> Iterator[Floats]:
+    """The same, block by block. A block may be overwritten."""
+    for first in range(0, count, _TOGETHER * CHUNK):
+        chunks = min(_TOGETHER, -(-(count - first) // CHUNK))
+        bits = words(key, first // CHUNK * CHUNK_BLOCKS, chunks * CHUNK)
+        numbers = box_muller(bits)
+        bits[:] = 0
+        yield numbers[: count - first]
 
-    # The radius: sqrt(-2 log u) with u from 2**-32 to 1, as u = (1 + f) 2**k with 1 + f close to 1.
-    u = (first >> np.uint32(1)).view(np.int32).astype(np.float32)
-    u += 0.5
-    u *= 2.0**-31
-    k = (u.view(np.int32) - np.int32(_ROOT_HALF)) >> 23
-    f = (u.view(np.int32) - (k << 23)).view(np.float32) - np.float32(1)
-    log = polynomial(_LOG, f)
-    log *= f * f
-    log += f
-    log += k.astype(np.float32) * np.float32(_LOG_OF_2)
-    log *= -2
-    radius = np.sqrt(log, out=log)
 
-    # The angle: thirty bits turn by at most an eighth of the circle, two more choose the quarter.
-    angle = (second << np.uint32(2)).view(np.int32).astype(np.float32)
-    angle *= _TURN
-    square = angle * angle
-    sine = polynomial(_SINE, square)
-    sine *= square * angle
-    sine += angle
-    cosine = polynomial(_COSINE, square)
+def box_muller(bits: Words) -> Floats:
+    """As many normal numbers as random words, which are a multiple of CHUNK.
 
-    cosine *= radius
-    sine *= radius
-    x, y = cosine.view(np.uint32), sine.view(np.uint32)
-    swapped = (x ^ y) & -(second >> np.uint32(31))
-    sign = (second << np.uint32(1)) & np.uint32(2**31)
-    np.bitwise_xor(x ^ swapped, sign, out=first)
-    np.bitwise_xor(y ^ swapped ^ sign, second & np.uint32(2**31), out=second)
+    The radius comes from a uniform number of 87 bits, so it reaches 11.04; with 32 bits it would end at 6.7, with 53 at 8.6.
+    No number is rejected, so the time taken does not depend on them.
+    """
+    first, second = bits.reshape(-1, 2, PAIRS).transpose(1, 0, 2)
+
+    # The squared radius: -2 log u with u from 2**-88 to 1, as u = (1 + f) 2**k with 1 + f close to 1. The 52 upper bits of
+    # u are in the first word, 12 more below them, and 24 in the second word, with the last one set.
+    high = (first >> np.uint64(12)) | np.uint64(_ONE)
+    low = (first << np.uint64(40)) & np.uint64(0x000FFF0000000000)
+    low |= (second << np.uint64(13)) & np.uint64(0x000000FFFFFF0000)
+    low |= np.uint64(0x3CB0000000010000)
+    u = ((high.view(np.float64) - (1 + 2.0**-52)) + low.view(np.float64)).view(np.uint64)
+    scale = (u + np.uint64(_ONE - _ROOT_HALF)) >> np.uint64(52)
+    k = (scale | np.uint64(0x4330000000000000)).view(np.float64) - (2.0**52 + 1023)
+    f = (u - (scale << np.uint64(52)) + np.uint64(_ONE)).view(np.float64) - 1
+    s = f / (f + 2)
+    squared = polynomial(_LOG, s * s)
+    squared *= s
+    squared += k * _TWICE_LOG_OF_2
+    radius = np.sqrt(squared)
+
+    # The angle: 37 bits for a place within an eighth of the circle, three more for the eighth.
+    within = ((second >> np.uint64(12)) & np.uint64(0x000FFFFFFFFF8000)) | np.uint64(0x3FF0000000004000)
+    t = within.view(np.float64) - 1
+    q = t * t
+    sine = polynomial(_SINE, q)
+    sine *= t
+    cosine = polynomial(_COSINE, q)
+    x, y = cosine * radius, sine * radius
+    swapped = (second & np.uint64(4)) != 0
+    numbers = np.stack([np.where(swapped, y, x), np.where(swapped, x, y)], axis=1).view(np.uint64)
+    numbers[:, 0] ^= second << np.uint64(63)
+    numbers[:, 1] ^= (second << np.uint64(62)) & np.uint64(2**63)
+    return numbers.view(np.float64).reshape(-1)
 
 
 def polynomial(coefficients: tuple[float, ...], x: Floats) -> Floats:
     """By Horner's rule, from the highest power.
 
-    >>> polynomial((2.0, 0.0, 1.0), np.array([3.0], np.float32)).tolist()
+    >>> polynomial((2.0, 0.0, 1.0), np.array([3.0])).tolist()
     [19.0]
     """
     highest, *others = coefficients
     value = np.full_like(x, highest)
     for coefficient in others:
         value *= x
-        value += np.float32(coefficient)
+        value += coefficient
     return value
-
-
-@functools.cache
-def compiled(library: Path = LIBRARY) -> Callable[[Words], None] | None:
-    """The transform from a compiled library, if there is one and it does what numpy does; else None."""
-    in_one_pass = function("clipless_normals", POINTER, COUNT, library=library)
-    if in_one_pass is None:
-        return None
-
-    def transform(words: Words) -> None:
-        in_one_pass(words.reshape(-1, CHUNK).ctypes.data, len(words))
-
-    return transform if _agrees(transform) else None
-
-
-def _agrees(transform: Callable[[Words], None]) -> bool:
-    """Whether it gives numpy's numbers for words spread over all fractions and quarters, every other cut to any length."""
-    count = np.arange(32 * CHUNK, dtype=np.uint32)
-    radii = (count * np.uint32(0x9E3779B1)) >> (count % 2 * (count // 2 % 32))
-    angles = count * np.uint32(0x85EBCA77)
-    expected = np.stack([radii.reshape(-1, CHUNK // 2), angles.reshape(-1, CHUNK // 2)], axis=1).reshape(-1)
-    found = expected.copy()
-    arithmetic(expected)
-    transform(found)
-    return np.array_equal(expected, found)

@@ -1,66 +1,109 @@
-"""What a noise source promises, and what is checked before it draws."""
+"""The noise source of a run: everything random that is released, or that the guarantee rests on, comes from it."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from clipless.errors import InvalidArgument, named
-
-STREAMS = {"gradient": 1, "statistic": 2, "sample": 3}
-
-
-class NoiseSource(Protocol):
-    """Draws for the numbered steps of one run.
-
-    A replayable source is a pure function of its seed, the stream and the step: asked again, it gives the same numbers.
-    One that is not has no seed (None) and gives fresh numbers at every call, so a step that is taken again after an
-    interruption is a further release.
-    """
-
-    name: str
-    replayable: bool
-    seed: int | None
-
-    def normals(self, stream: str, step: int, templates: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Standard normal float32 tensors, shaped and placed like the templates, independent of every other stream and
-        step. To publish a value use `release`, which also guards its last bits where the source promises that."""
-
-    def release(self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> Iterator[Tensor]:
-        """Each value plus normal noise of its standard deviation, in the value's type or float32 if that is finer, in fresh
-        tensors; the values are left as they are."""
-
-    def uniform(self, stream: str, step: int, size: int) -> Tensor:
-        """`size` numbers, uniform on [0, 1), with 53 random bits each."""
-
-
-def stream_number(stream: str) -> int:
-    """The number of a stream, or the error that lists them."""
-    return named("stream", stream, STREAMS)
-
+from clipless.errors import InvalidArgument
+from clipless.noise.adding import by_numpy, compiled
+from clipless.noise.keys import Keys, erase, keys_of, require_cipher, words
 
 # Below this float32 has too few digits left for the product of a normal number, and soon none: nothing would be hidden.
 LEAST_STDDEV = 1e-30
 
 
-def usable(stddevs: Sequence[float]) -> Sequence[float]:
-    """The standard deviations, if each would hide something."""
-    for stddev in stddevs:
-        if not LEAST_STDDEV <= stddev < math.inf:
-            raise InvalidArgument(
-                f"noise of standard deviation {stddev} was asked for: it must be finite and at least "
-                f"{LEAST_STDDEV}. Raise the clipping threshold or the noise multiplier that it comes from."
-            )
-    return stddevs
+class NoiseSource:
+    """Draws for the numbered steps of one run, from keys.
+
+    Asked again for the same step, it gives the same numbers, as long as it has the step's key. `on_device` draws for tensors
+    on other devices with torch's generator there; else all noise is made in main memory and copied.
+    """
+
+    def __init__(self, name: str, keys: Keys, on_device: bool = False) -> None:
+        require_cipher()
+        self.name = name
+        self._keys, self._on_device = keys, on_device
+
+    def release(self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> list[Tensor]:
+        """Each value plus normal noise of its standard deviation, rounded to a multiple of `grid(stddev)`.
+
+        In the value's type, or float32 if that is finer, in fresh tensors: no memory in which a value without noise has
+        been. The values are left as they are.
+        """
+        sums, outs, fits = [], [], True
+        for value, stddev in zip(values, stddevs, strict=True):
+            if not LEAST_STDDEV <= stddev < math.inf:
+                raise _too_little(stddev)
+            here = value.detach() if value.requires_grad else value
+            if not (here.dtype is torch.float32 and here.is_cpu and here.is_contiguous()):
+                here = self._brought_here(here)
+                fits = fits and here.dtype is torch.float32
+            sums.append(here)
+            outs.append(torch.empty_like(here))
+        key = self._keys.key(stream, step)
+        fast = compiled() if fits else None
+        (fast.add if fast else by_numpy)(key, sums, stddevs, outs)
+        for number, value in enumerate(values):
+            if not value.is_cpu:
+                outs[number] = self._sent_back(key, number, value.detach(), stddevs[number], outs[number])
+        erase(key)
+        return outs
+
+    def _brought_here(self, value: Tensor) -> Tensor:
+        """A value as noise is added to it in main memory; none of it if that is done on its own device."""
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        if self._on_device and not value.is_cpu:
+            return torch.empty(0, dtype=dtype)
+        return value.to("cpu", dtype).contiguous()
+
+    def _sent_back(self, key: bytearray, number: int, value: Tensor, stddev: float, made: Tensor) -> Tensor:
+        """A release on the value's own device: what was made in main memory, or drawn there by torch's generator, which is
+        not cryptographic and leaves the last bits as floating point does."""
+        if not self._on_device:
+            return made.to(value.device)
+        # Counters that no number in main memory is made of.
+        seed = int(words(key, (number + 1) << 64, 1)[0]) >> 1
+        noise = torch.empty(value.shape, dtype=made.dtype, device=value.device)
+        noise.normal_(generator=torch.Generator(value.device).manual_seed(seed))
+        return value.to(made.dtype).add(noise, alpha=stddev)
+
+    def sample_key(self, draw: int) -> bytearray:
+        """The key of a batch."""
+        return self._keys.key("sample", draw)
+
+    def forget_steps(self, before: int) -> None:
+        """The noise of earlier steps cannot be computed any more, unless from a seed."""
+        self._keys.forget_steps(before)
+
+    def forget_draws(self, before: int) -> None:
+        """Earlier batches cannot be drawn any more, unless from a seed."""
+        self._keys.forget_draws(before)
+
+    def renew(self, step: int, draw: int) -> None:
+        """Go on with other keys, which nobody knows, from that step and draw on."""
+        self._take(self._keys.renewed(step, draw))
+
+    def erase(self) -> None:
+        """The run is over: no key is left."""
+        self._keys.erase()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What gives all later noise and batches, and none earlier unless it is a seed: keep it as secret as the data."""
+        return self._keys.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._take(keys_of(state))
+
+    def _take(self, keys: Keys) -> None:
+        self._keys.erase()
+        self._keys = keys
 
 
-def released_tensors(values: Sequence[Tensor]) -> list[Tensor]:
-    """Fresh tensors that a release is written to: no memory in which a value without noise has been."""
-    return [torch.empty(value.shape, dtype=released_dtype(value), device=value.device) for value in values]
-
-
-def released_dtype(value: Tensor) -> torch.dtype:
-    """The type of a release: the value's own, at least float32."""
-    return torch.promote_types(value.dtype, torch.float32)
+def _too_little(stddev: float) -> InvalidArgument:
+    return InvalidArgument(
+        f"noise of standard deviation {stddev} was asked for: it must be finite and at least {LEAST_STDDEV}. Raise the "
+        "clipping threshold or the noise multiplier that it comes from."
+    )

@@ -1,4 +1,7 @@
-"""check: does this model, with this loss, keep the promise? Measured on a few records before any training."""
+"""`clipless.check`: does this model, with this loss, keep the declared sensitivity? Tried on a few records before training.
+
+The package is not named `check`: importing it would replace the public function `clipless.check` by the module.
+"""
 
 from clipless.preflight.checking import MOST_RECORDS, check, refuse_unsound, relative_error
 from clipless.preflight.report import CheckReport, Handling

@@ -1,4 +1,4 @@
-"""check: the engine against the oracle, one record removed at a time, and buffers that training would change."""
+"""check: compare the engine with the oracle, remove one record at a time, and look for buffers that training changes."""
 
 import copy
 from collections.abc import Iterator
@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils import _pytree as pytree
 
-from clipless import oracle
+from clipless import defaults, oracle
+from clipless.arguments import named
+from clipless.clipped import ClippedSum, LossFunction
 from clipless.clipping import Clipping, abadi, as_clipping
-from clipless.errors import CliplessError, InvalidArgument, InvalidType, named
-from clipless.grads.clipped_sum import ClippedSum, LossFunction, clipped_sum, count_records
-from clipless.grads.layout import random_state_kept
-from clipless.grads.rules import generic, rule_of
-from clipless.grads.watch import watched_buffers
+from clipless.errors import CliplessError, InvalidArgument, InvalidType
+from clipless.gradients.capture.watch import watched_buffers
+from clipless.gradients.clipped_sum import clipped_sum, count_records
+from clipless.gradients.randomness import random_state_kept
 from clipless.partition import partition
 from clipless.plan import sensitivity
-from clipless.preflight.measuring import Cost, measure, rule_name
+from clipless.preflight.handling import HandledBy, observe_rules, registered
 from clipless.preflight.report import HALF_TOLERANCE, TOLERANCE, CheckReport, Handling
 
 MOST_RECORDS = 8
@@ -29,18 +30,17 @@ def check(
     model: nn.Module,
     loss_fn: LossFunction,
     batch: Any,
-    clipping: str | Clipping = "auto-s",
-    loss_reduction: str = "mean",
+    clipping: str | Clipping = defaults.CLIPPING,
+    loss_reduction: str = defaults.LOSS_REDUCTION,
 ) -> CheckReport:
-    """Run the engine against the oracle, remove each record in turn, and look for buffers that training would change.
+    """Compare the engine with the oracle, remove each record in turn, and look for buffers that training would change.
 
-    `loss_fn(model, batch)` is the loss that is trained: one loss per record, for `private.backward`, or a number for the
-    whole batch, for `loss.backward()`, which is the mean or the sum of the records' losses as `loss_reduction` says: one
-    that is not is found. The first few records of the batch are used. The model is left as it was.
+    `loss_fn(model, batch)` is the training loss: one loss per record, for `private.backward`, or one number for the batch,
+    for `loss.backward()`. That number must be the mean or the sum of the records' losses, as `loss_reduction` says; the
+    check notices if it is not. Only the first few records of the batch are used. The model is left as it was.
 
-    Randomness (dropout) is turned off for the comparison, which is made in float64 if the model can be run so and is not in
-    half precision; time and memory are those of the model's own type. What is refused is a problem in the report, not an
-    exception. Nothing in the report is private.
+    The comparison runs without dropout, and in float64 unless the model cannot run in float64 or computes in half precision.
+    What is refused becomes a problem in the report, not an exception. Nothing in the report is private.
 
     >>> model = nn.Linear(2, 1)
     >>> report = check(model, lambda m, x: m(x)[:, 0], torch.randn(4, 2))
@@ -59,13 +59,13 @@ def check(
         except CliplessError as refused:
             found.refusal = str(refused)
     figures = (found.records, found.error, found.change, bound, found.changed)
-    report = CheckReport(_handling(model, found.costs), *figures, (), found.tolerance)
+    report = CheckReport(_handling(model, found.rules), *figures, (), found.tolerance)
     return CheckReport(report.handling, *figures, tuple(_problems(report, found.refusal)), found.tolerance)
 
 
 def _spread(loss_fn: LossFunction, averaged: bool) -> LossFunction:
-    """The loss function with a loss for the whole batch, as training takes it, spread evenly over the records: their sum
-    has the gradient that training sees."""
+    """The loss function, with a loss of the whole batch spread evenly over the records, so that their sum has the gradient
+    that training sees."""
 
     def losses(model: nn.Module, batch: Any) -> Tensor:
         loss = loss_fn(model, batch)
@@ -78,16 +78,16 @@ def _spread(loss_fn: LossFunction, averaged: bool) -> LossFunction:
 
 
 def refuse_unsound(model: nn.Module, loss_and_batch: object, clipping: str | Clipping, loss_reduction: str) -> None:
-    """Raise `Unsound` unless the model keeps the promise on `(loss_fn, batch)`."""
+    """Raise `Unsound` unless `check` on `(loss_fn, batch)` finds the model sound."""
     if not isinstance(loss_and_batch, tuple) or len(loss_and_batch) != 2 or not callable(loss_and_batch[0]):
         raise InvalidType(
-            "check must be a pair (loss_fn, batch), where loss_fn(model, batch) returns the loss that is trained."
+            "check must be a pair (loss_fn, batch), where loss_fn(model, batch) returns the training loss."
         )
     check(model, *loss_and_batch, clipping, loss_reduction).raise_if_unsound()
 
 
 def relative_error(one: ClippedSum, other: ClippedSum) -> float:
-    """The largest relative difference of two clipped sums over the parameters."""
+    """The largest relative difference between two clipped sums, over the parameters."""
     scale = max((float(grad.norm()) for grad in other.grads.values()), default=0.0)
     errors = [
         float((grad - other.grads[name]).norm()) / max(float(other.grads[name].norm()), 1e-3 * scale, 1e-12)
@@ -98,19 +98,19 @@ def relative_error(one: ClippedSum, other: ClippedSum) -> float:
 
 @dataclass
 class _Found:
-    """Filled in as far as the check gets before something is refused."""
+    """What the check has found so far; fields keep their defaults if the model is refused first."""
 
     records: int = 0
     error: float = float("nan")
     change: float = float("nan")
-    costs: dict[str, Cost] | None = None
+    rules: dict[str, HandledBy] | None = None
     changed: tuple[str, ...] = field(default_factory=tuple)
     refusal: str | None = None
 
     @property
     def tolerance(self) -> float:
         """Gradients that arrive in half precision carry its rounding."""
-        return HALF_TOLERANCE if any(cost.half for cost in (self.costs or {}).values()) else TOLERANCE
+        return HALF_TOLERANCE if any(by.half for by in (self.rules or {}).values()) else TOLERANCE
 
 
 def _compare(found: _Found, subject: nn.Module, loss_fn: LossFunction, batch: Any, how: Clipping) -> None:
@@ -123,7 +123,7 @@ def _compare(found: _Found, subject: nn.Module, loss_fn: LossFunction, batch: An
             f"{records} record{'s' * (records == 0)} cannot show whether records mix: check on a batch of two or more."
         )
     clipped_sum(subject, loss_fn, few, how)
-    found.costs = measure(subject, loss_fn, few, records)
+    found.rules = observe_rules(subject, loss_fn, few, records)
     if found.tolerance == TOLERANCE:
         try:
             found.error, found.change = _errors(*_in_float64(subject, few), loss_fn, how, records)
@@ -134,8 +134,8 @@ def _compare(found: _Found, subject: nn.Module, loss_fn: LossFunction, batch: An
 
 
 def _errors(model: nn.Module, few: Any, loss_fn: LossFunction, how: Clipping, records: int) -> tuple[float, float]:
-    """How far the engine is from the oracle, clipped and not, since clipping can hide a difference on these records; and how
-    far the clipped sum moves when one of them is removed."""
+    """How far the engine is from the oracle, with clipping and without, as clipping could hide a difference; and how far the
+    clipped sum moves when one record is removed."""
     whole = clipped_sum(model, loss_fn, few, how)
     error = relative_error(whole, oracle.clipped_sum(model, loss_fn, few, how))
     plain = relative_error(*(f(model, loss_fn, few, _UNCLIPPED) for f in (clipped_sum, oracle.clipped_sum)))
@@ -147,8 +147,8 @@ _UNCLIPPED = abadi(threshold=1e20)
 
 
 def _in_float64(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """Model and batch in float64, where records that do not mix do not seem to: in float32 the same gradient computed twice
-    can differ by more than the tolerance if the model is ill-conditioned."""
+    """Model and batch in float64. In float32 an ill-conditioned model can give gradients that differ by more than the
+    tolerance although no records mix."""
 
     def wide(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -180,34 +180,18 @@ def _distance(one: ClippedSum, other: ClippedSum) -> float:
     return float(torch.stack(squares).sum().sqrt())
 
 
-def _handling(model: nn.Module, costs: dict[str, Cost] | None) -> tuple[Handling, ...]:
-    """By what ran, if it came to that; else by what the registry says of the modules."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    if costs is None:
-        rules = _registered(model)
-        return tuple(Handling(name, shapes[name], "frozen" if name in frozen else rules[name]) for name in shapes)
-    seconds = sum(cost.seconds for cost in costs.values()) or 1.0
-    held = sum(cost.bytes for cost in costs.values()) or 1
+def _handling(model: nn.Module, rules: dict[str, HandledBy] | None) -> tuple[Handling, ...]:
+    """By the rules that ran, or by the registry if the model was refused before any ran."""
+    expected = registered(model)
     rows = []
-    for name, shape in shapes.items():
-        cost = costs.get(name, Cost())
-        how = "frozen" if name in frozen else " + ".join(cost.rules) or "unused"
-        rows.append(Handling(name, shape, how, cost.seconds / seconds, cost.bytes / held))
+    for name, parameter in model.named_parameters():
+        how = expected[name] if rules is None else " + ".join(rules[name].rules) if name in rules else "unused"
+        rows.append(Handling(name, tuple(parameter.shape), how if parameter.requires_grad else "frozen"))
     return tuple(rows)
 
 
-def _registered(model: nn.Module) -> dict[str, str]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    rules: dict[str, dict[str, None]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            rules.setdefault(names[id(parameter)], {}).setdefault(rule_name(rule_of(module) or generic))
-    return {name: " + ".join(found) for name, found in rules.items()}
-
-
 def _changed_buffers(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[str, ...]:
-    """Names of buffers that a forward pass in the model's present mode changes, tried on a copy."""
+    """Names of the buffers that a forward pass changes in the model's current mode. Runs on a copy."""
     subject = copy.deepcopy(model)
     before = {name: buffer.clone() for name, buffer in watched_buffers(subject.named_modules()).items()}
     with torch.no_grad():
@@ -217,8 +201,8 @@ def _changed_buffers(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tup
 
 
 def _without_dropout(model: nn.Module) -> nn.Module:
-    """A copy in which dropout layers, and the rates that other modules keep for functional dropout, are zero, and in
-    which spectral norm does not go on with its power iteration from one pass to the next."""
+    """A copy with every dropout rate at zero, those that modules keep for functional dropout included, and with the power
+    iteration of spectral norm stopped."""
     subject = copy.deepcopy(model)
     for module in subject.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):

@@ -1,4 +1,4 @@
-"""What `clipless.check` found: numbers and verdicts as data, as a table, and as JSON."""
+"""The report of `clipless.check`: figures and verdicts as data, as a table, and as JSON."""
 
 import math
 from collections.abc import Sequence
@@ -13,25 +13,21 @@ HALF_TOLERANCE = 2e-2
 
 @dataclass(frozen=True)
 class Handling:
-    """How one parameter's per-record gradient is obtained, and what that costs.
+    """How one parameter's per-sample gradient is obtained.
 
-    `how` names the layer rule, all of them if several modules share the parameter; "generic" is the fallback for a
-    module and "by operation" the one for a parameter in no layer; "frozen" and "unused" have no gradient. `time_share`
-    is the parameter's part of the seconds that all parameters spend in rules, norms and weighted sums; `memory_share`
-    its part of the bytes that their pieces hold when the backward pass ends. Both are measured on the few records of the
-    check, and None if the model was refused before.
+    `how` names the layer rule, or all of them if several modules share the parameter. "generic" is the fallback for a
+    module, "by operation" the fallback for a parameter outside any layer; "frozen" and "unused" parameters have no
+    gradient.
     """
 
     parameter: str
     shape: tuple[int, ...]
     how: str
-    time_share: float | None = None
-    memory_share: float | None = None
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `clipless.check` found. `problems` is empty for a sound model; figures that were not reached are NaN."""
+    """What `clipless.check` found. `problems` is empty for a sound model. Figures that were not computed are NaN."""
 
     handling: tuple[Handling, ...]
     records: int
@@ -48,12 +44,12 @@ class CheckReport:
 
     @property
     def oracle_agreement(self) -> bool | None:
-        """Whether the engine agrees with the loop over single records; None if it came to no comparison."""
+        """Whether the engine agrees with the loop over single records; None if nothing was compared."""
         return self.oracle_error <= self.tolerance if self._compared else None
 
     @property
     def remove_one_record(self) -> bool | None:
-        """Whether no record moves the clipped sum by more than the sensitivity; None if it came to no comparison."""
+        """Whether no record moves the clipped sum by more than the sensitivity; None if nothing was compared."""
         return self.largest_change <= self.sensitivity * (1 + self.tolerance) if self._compared else None
 
     @property
@@ -61,12 +57,12 @@ class CheckReport:
         return not (math.isnan(self.oracle_error) and math.isnan(self.largest_change))
 
     def raise_if_unsound(self) -> None:
-        """Raise `Unsound` with everything that is wrong."""
+        """Raise `Unsound` with all problems, unless there are none."""
         if self.problems:
             raise Unsound("\n".join(self.problems))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data that JSON can hold, None where there is no figure."""
+        """Everything as plain data for JSON, with None for a figure that is not finite."""
         figures = {
             name: value if math.isfinite(value) else None
             for name, value in (
@@ -104,7 +100,7 @@ class CheckReport:
         )
 
 
-_HEADER = ("parameter", "shape", "handled by", "time", "memory")
+_HEADER = ("parameter", "shape", "handled by")
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -125,11 +121,7 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _cells(row: Handling) -> tuple[str, ...]:
     shape = "x".join(map(str, row.shape)) or "scalar"
     how = "generic (fallback)" if row.how == "generic" else row.how
-    return (row.parameter, shape, how, _percent(row.time_share), _percent(row.memory_share))
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:6.1%}"
+    return (row.parameter, shape, how)
 
 
 def _verdict(holds: bool | None, figures: str) -> str:

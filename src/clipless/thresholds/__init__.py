@@ -1,14 +1,14 @@
-"""Threshold policies: what each group's gradient is compared with, fixed for a whole logical batch.
+"""Threshold policies: the threshold of each group, fixed for a whole logical batch.
 
-A policy's configuration is frozen; what changes is its state, a mapping of tensors that is passed in and returned, so
-it can be saved. A policy learns from released, noised values only.
+A policy's configuration is frozen. Its state, a mapping of tensors, is passed in and returned, so it can be saved. A policy
+learns from released, noised values only.
 """
 
 from clipless.thresholds.constant import Constant
 from clipless.thresholds.dc_e import DCE
 from clipless.thresholds.dc_p import DCP
 from clipless.thresholds.decay import Decay
-from clipless.thresholds.policy import Setting, Stairs, State, ThresholdPolicy, positive
+from clipless.thresholds.policy import Setting, Stairs, State, ThresholdPolicy
 from clipless.thresholds.quantile import Quantile
 
-__all__ = ["DCE", "DCP", "Constant", "Decay", "Quantile", "Setting", "Stairs", "State", "ThresholdPolicy", "positive"]
+__all__ = ["DCE", "DCP", "Constant", "Decay", "Quantile", "Setting", "Stairs", "State", "ThresholdPolicy"]

@@ -1,4 +1,4 @@
-"""Thresholds that stay as they are given."""
+"""Constant thresholds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from clipless import defaults
+from clipless.arguments import positive
 from clipless.errors import InvalidArgument
-from clipless.thresholds.policy import Fixed, Setting, State, positive, shared_out
+from clipless.thresholds.policy import Fixed, Setting, State, shared_out
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Constant(Fixed):
     tensor([1., 1., 1., 1.])
     """
 
-    threshold: float | Sequence[float] = 1.0
+    threshold: float | Sequence[float] = defaults.THRESHOLD
 
     def __post_init__(self) -> None:
         given = self.threshold
@@ -34,7 +36,7 @@ class Constant(Fixed):
         values = tuple(self.threshold)
         if len(values) != setting.groups:
             raise InvalidArgument(
-                f"{len(values)} thresholds were given for {setting.groups} groups: give one for each group, or a single "
+                f"{len(values)} thresholds for {setting.groups} groups: give one for each group, or a single "
                 "number, which is shared out over the groups."
             )
         return {"thresholds": torch.tensor(values).unsqueeze(1)}

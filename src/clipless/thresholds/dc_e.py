@@ -9,7 +9,7 @@ from torch import Tensor
 from clipless.thresholds.histogram import Histogram
 from clipless.thresholds.policy import LEAST, MOST, Setting, State, shared_out
 
-# Arrays of numpy: a call of torch takes longer than all that is computed here for a group.
+# NumPy arrays: a single torch call takes longer than all that is computed here for a group.
 Floats = npt.NDArray[np.float64]
 CANDIDATES = np.arange(1, 21) / 10
 MOST_ROUNDS = 64
@@ -17,11 +17,11 @@ MOST_ROUNDS = 64
 
 @dataclass(frozen=True)
 class DCE(Histogram):
-    """Minimises E(C) = noise + bias over candidates 0.1C … 2C, again around the best one while that is at an end.
+    """Minimizes E(C) = noise + bias over candidates 0.1C … 2C, and again around the best one if it is the first or the last.
 
-    Negative bins count as zero in E. The range doubles when half of the norms are in the last bin and halves when next
-    to none are in its upper half, by the bins as released: cut at zero their noise would look like norms, and a range
-    that starts too wide would stay so. A histogram whose noised sum is not positive carries no signal and changes nothing.
+    Negative bins count as zero in E. The range doubles when half of the norms are in the last bin and halves when almost
+    none are in its upper half. This uses the bins as released: cut at zero, their noise would look like norms, and a
+    range that starts too wide would stay too wide. A histogram whose noised sum is not positive changes nothing.
     """
 
     def init(self, setting: Setting) -> State:
@@ -48,7 +48,7 @@ def expected_error(candidates: Floats, counts: Floats, middles: Floats, cost: fl
 
 
 def best_threshold(counts: Floats, middles: Floats, threshold: float, cost: float) -> float:
-    """The candidate with the least expected error, searched outwards from the present threshold.
+    """The candidate with the least expected error, searched outwards from the current threshold.
 
     >>> round(best_threshold(np.array([0.0, 0.0, 1.0]), np.array([1.0, 2.0, 3.0]), threshold=10.0, cost=0.5), 6)
     2.0

@@ -5,22 +5,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from clipless import defaults
+from clipless.arguments import fraction
 from clipless.thresholds.histogram import Histogram
-from clipless.thresholds.policy import LEAST, MOST, Setting, State, share, shared_out
+from clipless.thresholds.policy import LEAST, MOST, Setting, State, shared_out
 
 
 @dataclass(frozen=True)
 class DCP(Histogram):
     """The middle of the bin in which the running sum reaches `percentile` of all; the range is then twice that.
 
-    A histogram whose noised sum is not positive carries no signal and changes nothing.
+    A histogram whose noised sum is not positive changes nothing.
     """
 
-    percentile: float = 0.5
+    percentile: float = defaults.PERCENTILE
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        share("percentile", self.percentile)
+        fraction("percentile", self.percentile)
 
     def init(self, setting: Setting) -> State:
         start = shared_out(self.start, setting.groups)

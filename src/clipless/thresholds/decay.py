@@ -1,4 +1,4 @@
-"""Thresholds, and if wanted the noise, that shrink by a fixed schedule (Du et al.)."""
+"""Thresholds, and optionally noise, that shrink by a fixed schedule (Du et al.)."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -6,8 +6,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from clipless import defaults
+from clipless.arguments import positive
 from clipless.errors import InvalidArgument
-from clipless.thresholds.policy import Fixed, Setting, Stairs, State, positive, shared_out, within_limits
+from clipless.thresholds.policy import Fixed, Setting, Stairs, State, shared_out, within_limits
 
 NOISE_LEVELS = 32
 
@@ -17,12 +19,12 @@ class Decay(Fixed):
     """C_t = start·rho^(t/T), and noise multipliers σ_t = σ_0·noise_rho^(t/T), t from 0.
 
     The noise schedule moves in at most `NOISE_LEVELS` stairs, so that the ledger composes few different events; each
-    stair has the multiplier of its middle step. It depends on nothing but t, so it costs no privacy of its own.
+    stair has the multiplier of its middle step. It depends only on t, so it costs no privacy.
     """
 
-    start: float = 1.0
-    rho: float = 0.5
-    noise_rho: float = 1.0
+    start: float = defaults.THRESHOLD
+    rho: float = defaults.DECAY_RHO
+    noise_rho: float = defaults.NOISE_RHO
 
     def __post_init__(self) -> None:
         positive("start", self.start)

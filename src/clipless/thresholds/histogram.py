@@ -5,20 +5,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from clipless import defaults
+from clipless.arguments import positive
 from clipless.errors import InvalidArgument, InvalidType
-from clipless.thresholds.policy import Fixed, Setting, State, positive
+from clipless.thresholds.policy import Fixed, Setting, State
 
 
 @dataclass(frozen=True)
 class Histogram(Fixed):
     """Counts of norms in equal bins on [0, range], one histogram for each of G groups, with noise on every bin.
 
-    A record hits one bin in each group: sensitivity √G. What is above the range, or not finite, is in the last bin.
+    A record hits one bin in each group: sensitivity √G. Norms above the range, or not finite, are in the last bin.
     `histogram_multiplier` is the noise multiplier of the whole statistic; None takes it from the step's, see `spread`.
     """
 
-    bins: int = 20
-    start: float = 1.0
+    bins: int = defaults.BINS
+    start: float = defaults.THRESHOLD
     histogram_multiplier: float | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +56,7 @@ class Histogram(Fixed):
 
 
 def spread(total: float) -> float:
-    """The histogram's multiplier for a step's: 5, 8 or 12, or twice the step's where these would cost too much.
+    """The histogram's multiplier for a step's multiplier: 5, 8 or 12, or twice the step's where these would cost too much.
 
     >>> [spread(total) for total in (1.0, 2.0, 3.0, 3.1, 35.0)]
     [5.0, 8.0, 8.0, 12.0, 70.0]

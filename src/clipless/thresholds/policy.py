@@ -1,14 +1,11 @@
-"""The protocol of all threshold policies, and what a policy is told of the run it serves."""
+"""The protocol of all threshold policies, and what a policy knows about its run."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from clipless.errors import InvalidArgument, InvalidType
 
 State = Mapping[str, Tensor]
 Stairs = Sequence[tuple[float, int]]
@@ -18,10 +15,10 @@ LEAST, MOST = 1e-10, 1e10
 
 @dataclass(frozen=True)
 class Setting:
-    """What is public about a run: the policies' formulas need no more.
+    """What is public about a run, and all that a policy knows of it.
 
-    `noise_dimensions` [G]: adding to group g's threshold C costs `gradient_multiplier² · noise_dimensions[g] · C²` of
-    noise energy on the sum.
+    `noise_dimensions` [G]: a threshold C of group g adds `gradient_multiplier² · noise_dimensions[g] · C²` to the energy of
+    the noise on the sum.
     """
 
     groups: int
@@ -34,9 +31,9 @@ class Setting:
 class ThresholdPolicy(Protocol):
     """Sets the thresholds of the G groups, from one logical batch to the next.
 
-    The configuration is frozen; what changes is the state, which goes in and comes out. `observe` sees true norms and
-    gives a statistic that is summed over the records of the batch, of which one record moves the length by at most 1;
-    `update` sees that statistic with noise.
+    The configuration is frozen; the state is passed in and returned. `observe` sees true norms and returns a statistic,
+    which is summed over the records of the batch; one record changes its L2 norm by at most 1. `update` sees that
+    statistic with noise.
     """
 
     def init(self, setting: Setting) -> State:
@@ -59,7 +56,7 @@ class ThresholdPolicy(Protocol):
 
 
 class Fixed:
-    """What a policy without a statistic and without a noise schedule answers."""
+    """Defaults for a policy without a statistic and without a noise schedule."""
 
     def statistic_multiplier(self, total: float, setting: Setting) -> float | None:
         return None
@@ -74,38 +71,11 @@ class Fixed:
         return [(1.0, steps)]
 
 
-def positive(name: str, value: object) -> float:
-    """The value as a float if it is a positive finite number.
-
-    >>> positive("gamma", 0.01)
-    0.01
-    """
-    number = real(name, value)
-    if not (math.isfinite(number) and number > 0):
-        raise InvalidArgument(f"{name} must be positive and finite, got {value!r}.")
-    return number
-
-
-def share(name: str, value: object) -> float:
-    """The value as a float if it lies strictly between 0 and 1."""
-    number = real(name, value)
-    if not 0 < number < 1:
-        raise InvalidArgument(f"{name} must lie between 0 and 1, got {value!r}.")
-    return number
-
-
-def real(name: str, value: object) -> float:
-    """The value as a float if it is a number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidType(f"{name} must be a number, got {value!r}.")
-    return float(value)
-
-
 def shared_out(start: float, groups: int) -> Tensor:
     """One threshold for the whole gradient divided over the groups, [G,1], so that the sensitivity is `start`."""
     return torch.full((groups, 1), start / groups**0.5)
 
 
 def within_limits(thresholds: Tensor) -> Tensor:
-    """Thresholds kept where their squares neither overflow nor vanish."""
+    """Thresholds clamped to where their squares neither overflow nor underflow."""
     return thresholds.clamp(LEAST, MOST)

@@ -5,25 +5,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clipless.thresholds.policy import Fixed, Setting, State, positive, share, shared_out, within_limits
+from clipless import defaults
+from clipless.arguments import fraction, positive
+from clipless.thresholds.policy import Fixed, Setting, State, shared_out, within_limits
 
 
 @dataclass(frozen=True)
 class Quantile(Fixed):
-    """C ← C·exp(−rate·(b̃ − percentile)), b̃ a noised estimate of the share of norms that are at most C.
+    """C ← C·exp(−rate·(b̃ − percentile)), b̃ a noised estimate of the fraction of norms that are at most C.
 
     Each record adds ±½ for every group to the counts, so their sensitivity is √G/2; `count_stddev` is the noise on a
-    count. Counts are divided by the expected batch, never by the realised one. The default is B/20, or as much as keeps
-    the statistic's multiplier at twice the step's where the batch is small.
+    count. Counts are divided by the expected batch, never by the realised one. The default is B/20, or more if
+    the batch is small: the statistic's multiplier is at least twice the step's.
     """
 
-    percentile: float = 0.5
-    rate: float = 0.2
-    start: float = 1.0
+    percentile: float = defaults.PERCENTILE
+    rate: float = defaults.QUANTILE_RATE
+    start: float = defaults.THRESHOLD
     count_stddev: float | None = None
 
     def __post_init__(self) -> None:
-        share("percentile", self.percentile)
+        fraction("percentile", self.percentile)
         positive("rate", self.rate)
         positive("start", self.start)
         if self.count_stddev is not None:

@@ -1,7 +1,7 @@
 """The price of choosing among training runs: three methods, one registry, and the ledger entry of a choice."""
 
 from clipless.accounting.selection.event import SelectionEvent
-from clipless.accounting.selection.grid import Grid
+from clipless.accounting.selection.grid_search import GridSearch
 from clipless.accounting.selection.liu_talwar import LiuTalwar
 from clipless.accounting.selection.method import Run, SelectionMethod
 from clipless.accounting.selection.papernot_steinke import PapernotSteinke
@@ -22,7 +22,7 @@ from clipless.accounting.selection.repetitions import Repetitions
 __all__ = [
     "AUTO",
     "METHODS",
-    "Grid",
+    "GridSearch",
     "LiuTalwar",
     "PapernotSteinke",
     "Repetitions",

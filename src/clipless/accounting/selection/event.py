@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from clipless.accounting import checks
+from clipless import arguments
 from clipless.accounting.events import StepEvent, registered
 from clipless.accounting.selection.method import Run, SelectionMethod
 from clipless.accounting.selection.pricing import METHODS
-from clipless.errors import InvalidArgument, InvalidType, named, whole
+from clipless.arguments import named, whole
+from clipless.errors import InvalidArgument, InvalidType
 
 
 @registered
@@ -27,7 +28,7 @@ class SelectionEvent:
 
     def __post_init__(self) -> None:
         if sum(count for _, count in self.candidates) != self.method.candidates:
-            raise InvalidArgument(f"{self.method} is made for {self.method.candidates} candidates, got other numbers.")
+            raise InvalidArgument(f"{self.method} is made for {self.method.candidates} candidates, got another number.")
 
     @classmethod
     def of(cls, method: SelectionMethod, runs: Sequence[Run]) -> "SelectionEvent":
@@ -69,7 +70,7 @@ def _run_from(record: object) -> tuple[Run, int]:
         event, times = _fields(step, "event", "count")
         if not isinstance(event, Mapping):
             raise InvalidType(f"a step of a run is a mapping of its fields, got {event!r}.")
-        run.append((StepEvent.from_dict(event), checks.step_count(times)))
+        run.append((StepEvent.from_dict(event), arguments.step_count(times)))
     return tuple(run), whole("candidates", count)
 
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from clipless.accounting import checks
+from clipless import arguments
 from clipless.accounting.accountants import accountant_named
-from clipless.accounting.selection.method import Run, fields_of, guarantee, share
-from clipless.errors import InvalidArgument, whole
+from clipless.accounting.selection.method import Run, fields_of, guarantee
+from clipless.arguments import whole
+from clipless.errors import InvalidArgument
 
-# The setting of DC (Theorem 1): a failure probability that vanishes beside any delta.
+# As in DC (Theorem 1): negligible beside any delta.
 DELTA2 = 1e-20
 ROUNDING = 1e-12
 
@@ -22,8 +23,8 @@ class LiuTalwar:
 
     If each run is (ε₁, δ₁)-private and at most T = ⌈ln(1/δ₂) / stop_probability⌉ are taken, the choice is
     (3ε₁ + 3√(2δ₁), 3√(2δ₁)·T + δ₂)-private. A candidate is drawn uniformly, so the bound on a run is that of the worst.
-    What this needs is checked: a stop probability in (0, 1], δ₁ at most 1/2, δ₂ and the total δ below 1, a bound for the
-    run of every candidate, and none by an accountant that only approximates.
+    The preconditions are checked: a stop probability in (0, 1], δ₁ at most 1/2, δ₂ and the total δ below 1, a bound for the
+    run of every candidate, and an accountant whose epsilon is a guarantee.
 
     >>> LiuTalwar.covering(candidates=10).most_runs
     922
@@ -37,14 +38,14 @@ class LiuTalwar:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "candidates", whole("candidates", self.candidates))
-        stop = checks.real("stop_probability", self.stop_probability)
-        if not checks.SMALLEST <= stop <= 1:
+        stop = arguments.real("stop_probability", self.stop_probability)
+        if not arguments.SMALLEST <= stop <= 1:
             raise InvalidArgument(
                 f"stop_probability must lie in (0, 1], got {stop}: without a chance to stop there is no bound. "
                 f"1 / (2 * candidates) is usual, here {1 / (2 * self.candidates):g}."
             )
-        delta2 = checks.real("delta2", self.delta2)
-        if not checks.LEAST_DELTA <= delta2 < 1:
+        delta2 = arguments.real("delta2", self.delta2)
+        if not arguments.LEAST_DELTA <= delta2 < 1:
             raise InvalidArgument(
                 f"delta2 must lie in (0, 1), got {delta2}: it is the chance to be stopped by the limit on the number of "
                 f"runs, and part of the total delta. {DELTA2:g} is usual."
@@ -58,7 +59,7 @@ class LiuTalwar:
         count = whole("candidates", candidates)
         if coverage is None or count == 1:
             return cls(count, 1 / (2 * count))
-        miss = 1 - share("coverage", coverage)
+        miss = 1 - arguments.fraction("coverage", coverage)
         return cls(count, min(1.0, miss / (1 - miss) / (count - 1)))
 
     @property
@@ -77,13 +78,13 @@ class LiuTalwar:
     def run_delta(self, delta: float) -> float:
         """The largest δ₁ that the total leaves to a run; 0 if it leaves none.
 
-        The largest is the best: ε₁ falls as δ₁ grows, and what √(2δ₁) adds to the total is at most delta / T.
+        The largest is the best: ε₁ falls as δ₁ grows, and √(2δ₁) adds at most delta / T to the total.
         """
         return max(0.0, (delta - self.delta2) / (3 * self.most_runs)) ** 2 / 2 * (1 - ROUNDING)
 
     def total(self, run_epsilon: float, run_delta: float) -> tuple[float, float]:
-        """(ε, δ) of the choice, from what every run keeps to. DC, Theorem 1."""
-        epsilon, delta = checks.real("run_epsilon", run_epsilon), checks.real("run_delta", run_delta)
+        """(ε, δ) of the choice, given the (ε, δ) that every run keeps. DC, Theorem 1."""
+        epsilon, delta = arguments.real("run_epsilon", run_epsilon), arguments.real("run_delta", run_delta)
         if epsilon < 0 or not 0 <= delta <= 0.5:
             raise InvalidArgument(
                 f"({epsilon:g}, {delta:g}) is no promise of a run: epsilon is at least 0, delta between 0 and 1/2."
@@ -98,7 +99,7 @@ class LiuTalwar:
         return 3 * epsilon + root, failure
 
     def epsilon(self, runs: Sequence[Run], delta: float, accountant: str = "pld") -> float:
-        """Three times the worst run's epsilon, and a little, at the delta that a run is left."""
+        """Slightly more than three times the worst run's epsilon, at the delta left to a run."""
         if len(runs) != self.candidates:
             raise InvalidArgument(
                 f"any of {self.candidates} candidates can be drawn, so each needs a run to be priced by; got {len(runs)}."
@@ -126,6 +127,6 @@ class LiuTalwar:
         candidates, stop, delta2 = fields_of(record, "candidates", "stop_probability", "delta2")
         return cls(
             whole("candidates", candidates),
-            checks.real("stop_probability", stop),
-            checks.real("delta2", delta2),
+            arguments.real("stop_probability", stop),
+            arguments.real("delta2", delta2),
         )

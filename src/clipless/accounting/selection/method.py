@@ -1,4 +1,4 @@
-"""What every way of paying for a choice among runs has in common."""
+"""The protocol of all methods of choosing among runs, and helpers they share."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ Run = tuple[tuple[StepEvent, int], ...]
 
 
 class SelectionMethod(Protocol):
-    """A way to choose among `candidates` runs, frozen, with the price of the choice.
+    """A method of choosing among `candidates` runs, frozen, with the price of the choice.
 
     `releases_all` says what the price covers: every run with its score, or the best run and nothing else, not even how
-    many runs there were. A run that fails counts as a run with the worst score; it never vanishes.
+    many runs there were. A run that fails counts as a run with the worst score.
     """
 
     name: ClassVar[str]
@@ -41,16 +41,16 @@ class SelectionMethod(Protocol):
 
     @classmethod
     def covering(cls, candidates: int, coverage: float | None = None) -> "SelectionMethod":
-        """The method for a grid of this size, with that coverage or the usual one."""
+        """The method for a grid of this size, with that coverage or the default one."""
 
     def epsilon(self, runs: Sequence[Run], delta: float, accountant: str = "pld") -> float:
         """The total epsilon at `delta`, given what each candidate's run would release. Infinite if there is none."""
 
     def run_budget(self, run: Run, delta: float, accountant: str = "pld") -> tuple[float, float]:
-        """(epsilon, delta) of one run alone, as the total at `delta` is made of it."""
+        """(epsilon, delta) of one run alone, from which the total at `delta` is computed."""
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:
-        """The candidates to run, in order. Pass `random.SystemRandom()` unless the guarantee is of no concern."""
+        """The candidates to run, in order. The guarantee needs `random.SystemRandom()`."""
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, from which `from_dict` makes an equal method."""
@@ -83,10 +83,3 @@ def fields_of(record: Mapping[str, object], *names: str) -> list[object]:
     if set(record) != set(names):
         raise InvalidArgument(f"a record of this method has the fields {sorted(names)}, got {sorted(record)}.")
     return [record[name] for name in names]
-
-
-def share(name: str, value: float) -> float:
-    """A probability above 0 and below 1."""
-    if not 0 < value < 1:
-        raise InvalidArgument(f"{name} must lie in (0, 1), got {value}; 2/3 is the usual chance of a good search.")
-    return value

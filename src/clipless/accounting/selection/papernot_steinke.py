@@ -14,22 +14,21 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
 from numpy.typing import NDArray
 
-from clipless.accounting import checks
+from clipless import arguments
 from clipless.accounting.accountants import NO_NOISE, accountant_named
-from clipless.accounting.events import sampled_gaussian
 from clipless.accounting.moments import divergence
 from clipless.accounting.rdp import ROUNDING, SMALL_ORDERS
 from clipless.accounting.release import Release, coarser
 from clipless.accounting.selection.liu_talwar import LiuTalwar
-from clipless.accounting.selection.method import Run, distinct, fields_of, guarantee, share
+from clipless.accounting.selection.method import Run, distinct, fields_of, guarantee
 from clipless.accounting.selection.repetitions import Repetitions, covering
-from clipless.errors import whole
+from clipless.arguments import whole
 
 ORDERS = SMALL_ORDERS + tuple(float(round(16 * 2 ** (k / 4))) for k in range(1, 37))
 # The highest order is raised until the best one lies well below it.
 TOPS = (64.0, 512.0, ORDERS[-1])
 MAX_RELEASES = 32
-# The bound uses two orders, the lower one a few times below the higher: what is looked at near the best one.
+# The bound uses two orders, the lower one a few times below the higher: how finely both are searched.
 WINDOW = (1 / 4, 1.2)
 # The divergence of sampled Gaussians jumps at some order, and the best order often lies just below.
 FINER = (2 ** (1 / 4), 2 ** (1 / 16))
@@ -40,7 +39,7 @@ class PapernotSteinke:
     """Draw a number of runs, run a random candidate each time, release the best run and nothing else.
 
     The number is geometric by default, with mean 2 · candidates: the same as Liu-Talwar's, at a lower price. The bound
-    is in Rényi DP, whichever accountant is asked for, and holds at every order for the worst candidate.
+    is in Rényi DP, whichever accountant is given, and holds at every order for the worst candidate.
     """
 
     candidates: int
@@ -56,11 +55,11 @@ class PapernotSteinke:
 
     @classmethod
     def covering(cls, candidates: int, coverage: float | None = None, shape: float = 1.0) -> "PapernotSteinke":
-        """By default as likely to try the best candidate as Liu-Talwar by default."""
+        """By default as likely to try the best candidate as Liu-Talwar's default."""
         usual = LiuTalwar.covering(candidates, coverage)
         if shape == 1 or usual.candidates == 1:
             return cls(usual.candidates, usual.expected_runs, shape)
-        chance = usual.coverage if coverage is None else share("coverage", coverage)
+        chance = usual.coverage if coverage is None else arguments.fraction("coverage", coverage)
         return cls(usual.candidates, covering(usual.candidates, chance, shape).mean, shape)
 
     @property
@@ -80,7 +79,7 @@ class PapernotSteinke:
         return 1 - self.repetitions.missing(1 / self.candidates)
 
     def epsilon(self, runs: Sequence[Run], delta: float, accountant: str = "pld") -> float:
-        """By Rényi DP. Runs that differ are bounded by any one of them, charged more until it is the worst."""
+        """By Rényi DP. Different runs are bounded by one of them, with a surcharge that makes it the worst."""
         guarantee(accountant)
         kinds = [coarser(kind, MAX_RELEASES) for kind in distinct(runs)]
         if any(release.noise_multiplier < NO_NOISE for kind in kinds for release in kind):
@@ -91,7 +90,7 @@ class PapernotSteinke:
             return min(self._dominating(kind, kinds, delta) for kind in kinds)
 
     def _best(self, kind: tuple[Release, ...], delta: float) -> tuple[float, float]:
-        """The least epsilon over all orders, and where."""
+        """The least epsilon over all orders, and its order."""
         best = math.inf, 0.0
         for top in TOPS:
             best = min(best, self._at(kind, [order for order in ORDERS if order <= top], delta))
@@ -102,7 +101,7 @@ class PapernotSteinke:
         return best
 
     def _dominating(self, kind: tuple[Release, ...], kinds: list[tuple[Release, ...]], delta: float) -> float:
-        """By this run, charged what it lacks to be the worst at all orders up to some order: the best such order."""
+        """Bounded by this run, with the surcharge that makes it the worst up to some order; the best such order is taken."""
         near = _near(self._best(kind, delta)[1])
         curves = np.array([divergences(kind, near), *(divergences(other, near) for other in kinds)])
         known = np.isfinite(curves).all(axis=0)
@@ -126,7 +125,7 @@ class PapernotSteinke:
         return accountant_named(guarantee(accountant)).epsilon(run, delta), delta
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:
-        """None at all is possible with shape infinity."""
+        """0 runs are possible with shape infinity."""
         return tuple(rng.randrange(self.candidates) for _ in range(self.repetitions.draw(rng)))
 
     def to_dict(self) -> dict[str, object]:
@@ -135,7 +134,7 @@ class PapernotSteinke:
     @classmethod
     def from_dict(cls, record: Mapping[str, object]) -> "PapernotSteinke":
         candidates, mean, shape = fields_of(record, "candidates", "mean", "shape")
-        return cls(whole("candidates", candidates), checks.real("mean", mean), checks.real("shape", shape))
+        return cls(whole("candidates", candidates), arguments.real("mean", mean), arguments.real("shape", shape))
 
 
 def _near(order: float, ratio: float = 1.0) -> list[float]:
@@ -162,7 +161,7 @@ def _event(kind: tuple[Release, ...], surcharge: float) -> dp_accounting.DpEvent
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what dp-accounting's own accountant says about orders it leaves out."""
+    """Suppress the warnings of dp-accounting's accountant about orders that it leaves out."""
 
     def keep(record: logging.LogRecord) -> bool:
         return "failed to converge" not in str(record.msg)
@@ -174,3 +173,14 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.removeFilter(keep)
+
+
+def sampled_gaussian(sample_rate: float, noise_multiplier: float) -> dp_accounting.DpEvent:
+    """A Gaussian release on a Poisson batch, as an event of dp-accounting: not private without noise, nothing with infinite
+    noise."""
+    if noise_multiplier == 0:
+        return dp_accounting.NonPrivateDpEvent()
+    if noise_multiplier == math.inf:
+        return dp_accounting.NoOpDpEvent()
+    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
+    return gaussian if sample_rate == 1 else dp_accounting.PoissonSampledDpEvent(sample_rate, gaussian)

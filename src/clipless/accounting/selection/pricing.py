@@ -5,27 +5,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from clipless.accounting import checks
+from clipless import arguments, defaults
 from clipless.accounting.calibrate import OutOfReach, search
 from clipless.accounting.events import StepEvent
 from clipless.accounting.schedule import Stairs, scheduled_multiplier
-from clipless.accounting.selection.grid import Grid
+from clipless.accounting.selection.grid_search import GridSearch
 from clipless.accounting.selection.liu_talwar import LiuTalwar
 from clipless.accounting.selection.method import Run, SelectionMethod, guarantee
 from clipless.accounting.selection.papernot_steinke import PapernotSteinke
-from clipless.errors import InvalidArgument, named, whole
+from clipless.arguments import named, whole
+from clipless.errors import InvalidArgument
+from clipless.rounding import rounded_up
 
 METHODS: Mapping[str, type[SelectionMethod]] = MappingProxyType(
-    {method.name: method for method in (LiuTalwar, PapernotSteinke, Grid)}
+    {method.name: method for method in (LiuTalwar, PapernotSteinke, GridSearch)}
 )
 AUTO = "auto"
-# Beyond so many times the noise of an untuned run, no noise is enough.
+# A target that needs more than this many times the noise of an untuned run is out of reach.
 MOST_NOISE = 1e6
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """A run but for its noise: `stairs` are (relative noise multiplier, steps), in order.
+    """A run without its noise multiplier: `stairs` are (relative noise multiplier, steps), in order.
 
     >>> RunShape.of(sample_rate=0.1, steps=20).run(2.0)
     ((StepEvent(sample_rate=0.1, gradient_multiplier=2.0, statistic_multipliers=()), 20),)
@@ -37,8 +39,8 @@ class RunShape:
     @classmethod
     def of(cls, sample_rate: float, steps: int, stairs: Stairs | None = None) -> "RunShape":
         """A run of `steps` steps, all alike or by a schedule."""
-        parts = ((1.0, checks.step_count(steps)),) if stairs is None else tuple(stairs)
-        return cls(checks.rate(sample_rate), parts)
+        parts = ((1.0, arguments.step_count(steps)),) if stairs is None else tuple(stairs)
+        return cls(arguments.rate(sample_rate), parts)
 
     def run(self, noise_multiplier: float) -> Run:
         """What the run releases when its first step has this noise."""
@@ -47,7 +49,7 @@ class RunShape:
 
 @dataclass(frozen=True)
 class SingleRun:
-    """What a run may spend so that choosing among all of them keeps to the total (`epsilon`, `delta`).
+    """The budget of one run, such that choosing among all of them stays within the total (`epsilon`, `delta`).
 
     `noise_multipliers` has the first step's noise of each candidate; `run_epsilon` and `run_delta` are the largest that
     one run alone spends. `spent` is the total recomputed from the noise: at most `epsilon`, and within 1 % of it unless
@@ -85,7 +87,7 @@ class SingleRun:
 
 
 def method_named(name: str, candidates: int, coverage: float | None = None) -> SelectionMethod:
-    """The registered method for a grid of that size, or an error that names the nearest one."""
+    """The registered method for a grid of that size; an unknown name raises with the nearest known one."""
     return named("selection method", name, METHODS).covering(whole("candidates", candidates), coverage)
 
 
@@ -96,7 +98,7 @@ def total(
     candidates: int,
     sample_rate: float,
     steps: int,
-    accountant: str = "pld",
+    accountant: str = defaults.ACCOUNTANT,
     coverage: float | None = None,
 ) -> float:
     """The epsilon of choosing the best among runs that are alike, with this noise.
@@ -105,9 +107,9 @@ def total(
     0.62
     """
     chosen = method_named(method, candidates, coverage) if isinstance(method, str) else method
-    z = checks.usable_multiplier("noise_multiplier", noise_multiplier)
+    z = arguments.usable_multiplier("noise_multiplier", noise_multiplier)
     run = RunShape.of(sample_rate, steps).run(z)
-    return chosen.epsilon([run] * chosen.candidates, checks.failure_probability(delta), guarantee(accountant))
+    return chosen.epsilon([run] * chosen.candidates, arguments.failure_probability(delta), guarantee(accountant))
 
 
 def single_run(
@@ -117,7 +119,7 @@ def single_run(
     candidates: int,
     sample_rate: float,
     steps: int,
-    accountant: str = "pld",
+    accountant: str = defaults.ACCOUNTANT,
     coverage: float | None = None,
 ) -> SingleRun:
     """The budget of one run, for candidates that are alike in batch size and steps. `method` can be "auto".
@@ -135,7 +137,7 @@ def price(
     epsilon: float,
     delta: float,
     shapes: Sequence[RunShape],
-    accountant: str = "pld",
+    accountant: str = defaults.ACCOUNTANT,
     coverage: float | None = None,
 ) -> SingleRun:
     """The budget of one run, for candidates of any shapes. `method="auto"` takes the one with the least noise."""
@@ -144,7 +146,7 @@ def price(
     chosen = method_named(method, len(shapes), coverage) if isinstance(method, str) else method
     if chosen.candidates != len(shapes):
         raise InvalidArgument(f"{chosen} is made for {chosen.candidates} candidates, the grid has {len(shapes)}.")
-    target, failure = checks.target_epsilon(epsilon), checks.failure_probability(delta)
+    target, failure = arguments.target_epsilon(epsilon), arguments.failure_probability(delta)
     alone = {shape: _alone(chosen, shape, target, failure, guarantee(accountant)) for shape in dict.fromkeys(shapes)}
 
     def spent(scale: float) -> float:
@@ -163,10 +165,10 @@ def prices(
     epsilon: float,
     delta: float,
     shapes: Sequence[RunShape],
-    accountant: str = "pld",
+    accountant: str = defaults.ACCOUNTANT,
     coverage: float | None = None,
 ) -> tuple[SingleRun, ...]:
-    """The budget of one run by every method that can keep to the total, at the same coverage where one leaves it open."""
+    """The budget of one run by every method that can stay within the total, at the same coverage unless one is given."""
     found: list[SingleRun] = []
     refused: InvalidArgument | None = None
     for name in METHODS:
@@ -180,9 +182,8 @@ def prices(
 
 
 def cheapest(priced: Sequence[SingleRun]) -> SingleRun:
-    """The one whose runs get the least noise, with an explanation that gives the figures of all.
-
-    On a tie the one with the greater coverage.
+    """The price whose runs get the least noise, the one with the greater coverage on a tie. Its explanation has the figures
+    of all.
     """
     best = min(priced, key=lambda one: (one.noise_multiplier, -one.coverage))
     figures = "; ".join(_figures(one) for one in sorted(priced, key=lambda one: one.noise_multiplier))
@@ -223,16 +224,6 @@ def _figures(priced: SingleRun) -> str:
 def _sentence(priced: SingleRun) -> str:
     shown = "all runs may be seen" if priced.method.releases_all else "only the best run may be seen"
     return (
-        f"Each run spends at most ({_up(priced.run_epsilon)}, {_up(priced.run_delta)}) alone; choosing by "
-        f"{priced.method.name} costs ({_up(priced.spent)}, {_up(priced.delta)}) in total, and {shown}."
+        f"Each run spends at most ({rounded_up(priced.run_epsilon)}, {rounded_up(priced.run_delta)}) alone; choosing by "
+        f"{priced.method.name} costs ({rounded_up(priced.spent)}, {rounded_up(priced.delta)}) in total, and {shown}."
     )
-
-
-def _up(value: float) -> str:
-    """Four digits, rounded up, so that nothing is understated.
-
-    >>> _up(2.99312), _up(4.6165e-14), _up(3.0)
-    ('2.994', '4.617e-14', '3')
-    """
-    shown = float(f"{value:.4g}")
-    return f"{shown if shown >= value else shown + 10.0 ** (math.floor(math.log10(value)) - 3):.4g}"

@@ -1,4 +1,4 @@
-"""How often to repeat: the distributions of Papernot and Steinke (2022), by mean and shape."""
+"""The number of runs: the distributions of Papernot and Steinke (2022), by mean and shape."""
 
 import math
 import random
@@ -8,7 +8,7 @@ from itertools import count
 
 from scipy import optimize
 
-from clipless.accounting import checks
+from clipless import arguments
 from clipless.errors import InvalidArgument
 
 LARGEST_MEAN = 1e7
@@ -29,7 +29,7 @@ class Repetitions:
     shape: float = 1.0
 
     def __post_init__(self) -> None:
-        mean, shape = checks.real("mean", self.mean), checks.real("shape", self.shape)
+        mean, shape = arguments.real("mean", self.mean), arguments.real("shape", self.shape)
         if not 1 <= mean <= LARGEST_MEAN:
             raise InvalidArgument(f"the mean number of runs must lie in [1, {LARGEST_MEAN:g}], got {mean:g}.")
         if shape < 0:
@@ -58,7 +58,7 @@ class Repetitions:
         return odds + math.log(self.shape) - math.log(-math.expm1(exponent)) - math.log(self.mean)
 
     def missing(self, chance: float) -> float:
-        """The chance that something which happens in each run with that chance happens in none: E[(1 - chance)^K].
+        """The probability that an event of probability `chance` per run happens in no run: E[(1 - chance)^K].
 
         >>> round(Repetitions(mean=4.0).missing(0.5), 12)
         0.2
@@ -115,7 +115,7 @@ def _inverse(level: float, probabilities: Iterator[float], first: int) -> int:
 
 
 def covering(candidates: int, coverage: float, shape: float) -> Repetitions:
-    """The least mean with which the best of `candidates`, drawn uniformly, is run with that chance."""
+    """The least mean at which the best of `candidates`, drawn uniformly, is run with probability `coverage`."""
     chance = 1 / candidates
 
     def lacking(log_mean: float) -> float:

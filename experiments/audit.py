@@ -1,0 +1,130 @@
+"""The long audit behind docs/audit.md: `python experiments/audit.py --mnist FOLDER`, some ten minutes on two cores.
+
+Results go to docs/figures/audit.json with their configuration; the page is written from there, alone with `--only page`.
+"""
+
+import argparse
+import json
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "auditing"), str(ROOT / "experiments")]
+
+import audit_page
+import pytest
+import zoo
+
+from clipless.app.auditing import AuditSettings, audit
+from clipless.app.data import load
+from clipless.app.training import TrainingSettings
+from clipless.auditing import RunGame, StepGame, Verdict, judge_runs, judge_step, play, play_runs
+from clipless.clipping import CLIPPINGS
+from clipless.noise import NOISE_SOURCES
+
+DELTA = 1e-5
+
+
+def steps(clippings: Iterable[str] = tuple(CLIPPINGS), share: float = 1.0) -> list[dict[str, Any]]:
+    """One step at multiplier 1, for every clipping and noise source."""
+    rows = []
+    for clipping in clippings:
+        for noise in NOISE_SOURCES:
+            seed = None if noise == "secure" else secrets.randbits(64)
+            game = StepGame(clipping, noise=noise, seed=seed, delta=DELTA)
+            releases = round(share * (8000 if game.joint else 100_000))
+            began = time.monotonic()
+            verdict = judge_step(play(game, releases), DELTA)
+            seen = "gradient and statistic" if game.joint else "gradient"
+            rows.append(row(verdict, began) | {"clipping": clipping, "noise": noise, "seen": seen})
+    return rows
+
+
+def runs() -> list[dict[str, Any]]:
+    """400 trainings of 8 steps, with 16 records in and 16 out, at rates 1 and 1/4."""
+    rows = []
+    for multiplier, rate in ((3.0, 1.0), (1.0, 0.25)):
+        game = RunGame(StepGame("auto-s", multiplier, rate, canaries=16, delta=DELTA), steps=8)
+        began = time.monotonic()
+        seen = play_runs(game, 400)
+        for final in (True, False):
+            verdict = judge_runs(seen, DELTA, final=final)
+            what = "final weights" if final else "all gradients"
+            rows.append(row(verdict, began) | {"multiplier": multiplier, "rate": rate, "trainings": 400, "seen": what})
+    return rows
+
+
+def row(verdict: Verdict, began: float) -> dict[str, Any]:
+    kept = ("claimed_epsilon", "lower_bound", "plain_bound", "pair_bound", "confidence", "games")
+    found = verdict.to_dict()
+    return {name: found[name] for name in kept} | {
+        "sound": verdict.sound,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def inmates() -> list[dict[str, Any]]:
+    rows = []
+    for inmate in zoo.ZOO:
+        with pytest.MonkeyPatch.context() as patch:
+            inmate.sabotage(patch)
+            verdict = inmate.game()
+        signs = sorted(zoo.gives_away(verdict))
+        tests = sorted({finding.test.split(",")[0] for finding in verdict.findings})
+        bound = "inf" if verdict.lower_bound == float("inf") else verdict.lower_bound
+        rows.append(
+            {"name": inmate.name, "releases": inmate.releases, "claimed_epsilon": verdict.claimed_epsilon}
+            | {"lower_bound": bound, "by": signs, "tests": tests, "caught": not verdict.sound}
+        )
+    return rows
+
+
+def mnist(folder: str) -> list[dict[str, Any]]:
+    """One training each at epsilon 3 and 8, with crafted canaries, and with random ones at 8."""
+    data = load(folder)
+    rows = []
+    for epsilon, kind, canaries in ((3.0, "crafted", 5000), (8.0, "crafted", 5000), (8.0, "random", 500)):
+        settings = TrainingSettings("cnn", "auto-s", epsilon, DELTA, epochs=2, batch_size=1024, lr=0.4)
+        found = audit(data, settings, AuditSettings(("one-run",), canaries=canaries, kind=kind))
+        rows.append(found.to_dict() | {"data": "MNIST"})
+        sys.stderr.write(f"{epsilon} {kind}: {found.lower_bound:.3g}, {found.seconds:.0f} s\n")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mnist", help="folder with the four idx files of MNIST")
+    parts = ("steps", "runs", "zoo", "mnist", "page")
+    parser.add_argument("--only", choices=parts, action="append", help="part of the audit; repeatable")
+    parser.add_argument("--quick", action="store_true", help="a sample of the games, which is not kept, and the page")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the page and its figures")
+    chosen = parser.parse_args()
+    kept = chosen.docs / "figures" / "audit.json"
+    stored: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    if chosen.quick:
+        assert all(row["sound"] for row in steps(["auto-s"], share=0.02))
+        chosen.only = ["page"]
+    work: dict[str, Callable[[], Any]] = {"steps": steps, "runs": runs, "zoo": inmates}
+    if chosen.mnist:
+        work["mnist"] = lambda: mnist(chosen.mnist)
+    for name, part in work.items():
+        if chosen.only is None or name in chosen.only:
+            stored[name] = part()
+            stored["made"] = {
+                "date": datetime.now(UTC).date().isoformat(),
+                "machine": f"{platform.machine()}, {platform.system()}",
+                "versions": {package: version(package) for package in ("clipless", "torch", "numpy", "scipy")},
+            }
+            kept.write_text(json.dumps(stored, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    (chosen.docs / "audit.md").write_text(audit_page.page(stored), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Facts about the machine that a measurement depends on. Neither its name nor any path is among them."""
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clipless.noise.adding import compiled
+
+# From the flags that Linux reports to the names of what the fastest kernels are written for, narrow to wide.
+EXTENSIONS = {
+    "asimd": "NEON",
+    "sve": "SVE",
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_tile": "AMX",
+}
+# Those that tell machines apart, the widest last.
+CLASSES = ("NEON", "SVE", "AVX2", "AVX-512", "AMX")
+# What keeps libraries from using the widest.
+LIMITS = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+
+
+def facts() -> dict[str, Any]:
+    return {
+        "cpu": cpu(),
+        "vector_extensions": vector_extensions(_cpuinfo()),
+        "vector_limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("clipless", "torch", "opacus")},
+        "compiled_noise": compiled() is not None,
+        "allocator": {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")},
+        "torch_backend": {"mkl": torch.backends.mkl.is_available(), "mkldnn": torch.backends.mkldnn.is_available()},
+        "torch_kernels": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def described(machine: Mapping[str, Any]) -> str:
+    """The processor, the widest of its vector extensions, and the cores used. Older results lack the extensions.
+
+    >>> described({"cpu": "Some CPU", "vector_extensions": ["AVX2", "AVX-512"], "usable_cores": 2})
+    'Some CPU, AVX-512, 2 cores'
+    """
+    parts = [machine["cpu"], *widest(machine), f"{machine['usable_cores']} cores"]
+    return ", ".join(parts)
+
+
+def slug(machine: Mapping[str, Any]) -> str:
+    """A name for the folder of a machine's results.
+
+    >>> slug({"cpu": "Intel(R) Xeon(R) CPU @ 2.20GHz", "vector_extensions": ["AVX2"], "usable_cores": 2})
+    'intel-xeon-avx2-2-cores'
+    """
+    name = re.sub(r"\((?:R|TM)\)|\b(?:CPU|Processor)\b|@.*", " ", machine["cpu"], flags=re.I)
+    rest = [*widest(machine), f"{machine['usable_cores']} cores"]
+    return "-".join(re.findall(r"[a-z0-9]+", " ".join([name, *rest]).lower()))
+
+
+def widest(machine: Mapping[str, Any]) -> list[str]:
+    """The widest vector extension, none if it was not recorded."""
+    found = machine.get("vector_extensions") or []
+    return [name for name in CLASSES if name in found][-1:]
+
+
+def vector_extensions(cpuinfo: str) -> list[str]:
+    """
+    >>> vector_extensions("model name : x\\nflags : fpu avx2 avx512f amx_tile\\n")
+    ['AVX2', 'AVX-512', 'AMX']
+    """
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    flags = next((value.split() for name, _, value in lines if name.strip() in ("flags", "Features")), [])
+    return [name for flag, name in EXTENSIONS.items() if flag in flags]
+
+
+def cpu() -> str:
+    """The name of the processor, as reported by the system."""
+    names = [line.partition(":")[2].strip() for line in _cpuinfo().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cpuinfo() -> str:
+    """What Linux tells of its processors; nothing elsewhere."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def load_average() -> float | None:
+    """The load average of the last minute; on a quiet machine, the number of threads that measure."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,154 @@
+"""A private step of several processes against plain `DistributedDataParallel`, and both against one process.
+
+Every world is made of fresh processes of one thread each, `python -m clipless.app.bench.processes REQUEST`, joined by gloo.
+The same batch is divided over the ranks, so a world of two that takes half as long has twice the throughput.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from clipless.app.bench import memory
+from clipless.app.bench.problems import PROBLEMS, TINY_PROBLEMS, Problem
+from clipless.app.bench.timing import interleave
+from clipless.app.bench.ways import PLAIN, SEED, Runner, private, train_step
+from clipless.clipping import auto_s
+from clipless.errors import Misuse
+
+PRIVATE = "auto-s"
+SECONDS = 1800
+MEMORY_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the ranks of one world do. `folder` is where they meet and leave their answers."""
+
+    model: str
+    processes: int
+    ways: tuple[str, ...]
+    rounds: int
+    tiny: bool
+    folder: str
+
+
+@dataclass(frozen=True)
+class World:
+    """A world's times of a step, least and median of the rounds, and the most memory that a rank took above its imports,
+    if that was measured."""
+
+    processes: int
+    min_ms: dict[str, float]
+    median_ms: dict[str, float]
+    peak_above_import_mb: dict[str, float]
+
+    @property
+    def private_over_plain(self) -> float:
+        return self.min_ms[PRIVATE] / self.min_ms[PLAIN]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One process and several, on one model. `bytes_sent` is what a rank hands to the reduction at each step."""
+
+    model: str
+    one: World
+    several: World
+    bytes_sent: int
+
+    def speedup(self, way: str) -> float:
+        """How many times the throughput of one process several have."""
+        return self.one.min_ms[way] / self.several.min_ms[way]
+
+    def to_dict(self) -> dict[str, Any]:
+        speedups = {way: self.speedup(way) for way in (PLAIN, PRIVATE)}
+        ratios = {"one": self.one.private_over_plain, "several": self.several.private_over_plain}
+        return asdict(self) | {"speedup": speedups, "private_over_plain": ratios}
+
+
+def compare(model: str, processes: int, rounds: int, tiny: bool = False, peak: bool = True) -> Comparison:
+    """Measure one model in a world of one process and in a world of several; `peak` says whether memory is measured, which
+    takes worlds of its own."""
+    built = (TINY_PROBLEMS if tiny else PROBLEMS)[model].build()
+    sent = sum(4 * p.numel() for p in built.parameters() if p.requires_grad)
+    one, several = (_world(model, size, rounds, tiny, peak) for size in (1, processes))
+    return Comparison(model, one, several, sent)
+
+
+def _world(model: str, processes: int, rounds: int, tiny: bool, peak: bool) -> World:
+    times: dict[str, list[float]] = _answers(model, processes, (PLAIN, PRIVATE), rounds, tiny)[0]["ms"]
+    peaks = {}
+    for way in (PLAIN, PRIVATE) if peak else ():
+        peaks[way] = max(said["peak_mb"] for said in _answers(model, processes, (way,), MEMORY_ROUNDS, tiny))
+    medians = {way: sorted(found)[len(found) // 2] for way, found in times.items()}
+    return World(processes, {way: min(found) for way, found in times.items()}, medians, peaks)
+
+
+def _answers(model: str, processes: int, ways: tuple[str, ...], rounds: int, tiny: bool) -> list[dict[str, Any]]:
+    """What every rank of a fresh world found."""
+    with tempfile.TemporaryDirectory() as folder:
+        request = json.dumps(asdict(Request(model, processes, ways, rounds, tiny, folder)))
+        alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, request, str(rank)],
+                env=alone | {"OMP_NUM_THREADS": "1"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(processes)
+        ]
+        errors = []
+        try:
+            errors = [process.communicate(timeout=SECONDS)[1] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        if any(process.returncode for process in ranks):
+            raise Misuse(f"a rank of {model} failed: {errors[0].strip().splitlines()[-1:]}. Run it alone to see why.")
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+def _plain(problem: Problem, rank: int, processes: int) -> Runner:
+    """Training without privacy, on this rank's share of the batch."""
+    model, x, y = problem.make(SEED)
+    model = DistributedDataParallel(model) if processes > 1 else model
+    own = x[rank::processes], y[rank::processes]
+    return Runner(lambda: own, partial(train_step, problem, model, problem.optimizer(model)), lambda: None)
+
+
+def main(request: Request, rank: int) -> None:
+    """One rank: take the steps, and write down how long they took and the peak of memory."""
+    torch.set_num_threads(1)
+    memory.import_all()
+    folder = Path(request.folder)
+    if request.processes > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=request.processes
+        )
+    problem = (TINY_PROBLEMS if request.tiny else PROBLEMS)[request.model]
+    imported = memory.resident("VmRSS")
+    makers = {PLAIN: lambda: _plain(problem, rank, request.processes), PRIVATE: lambda: private(problem, auto_s())}
+    runners = {way: makers[way]() for way in request.ways}
+    memory.forget_peak()
+    interleave(runners, 2)
+    series = interleave(runners, request.rounds)
+    found = {way: list(one.step_ms.values()) for way, one in series.items()}
+    said = {"ms": found, "peak_mb": memory.resident("VmHWM") - imported}
+    (folder / f"{rank}.json").write_text(json.dumps(said))
+    if request.processes > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Request(**json.loads(sys.argv[1])), int(sys.argv[2]))

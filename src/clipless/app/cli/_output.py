@@ -1,0 +1,43 @@
+"""Output of the commands: results on stdout, everything else on stderr."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from clipless.rounding import rounded_up
+
+
+def show_json(record: Mapping[str, Any]) -> None:
+    """One JSON object on stdout and nothing else; JSON has no infinity, so an infinite epsilon becomes "inf"."""
+    finite = {key: str(value) if value == math.inf else value for key, value in record.items()}
+    typer.echo(json.dumps(finite, indent=2, allow_nan=False))
+
+
+def show_table(title: str, rows: Mapping[str, str]) -> None:
+    table = Table("", Column(overflow="fold"), title=title, show_header=False, title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    Console().print(table)
+
+
+def show_note(message: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(Text(message, style="yellow"))
+
+
+def show_error(error: Exception) -> None:
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("Error: ", "bold red"), (str(error), "red")))
+
+
+def percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.2%}"
+
+
+def short(value: float | None) -> str:
+    """A number rounded up to four digits; a dash for None."""
+    return "-" if value is None else rounded_up(value)

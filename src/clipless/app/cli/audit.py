@@ -1,0 +1,154 @@
+"""`clipless audit`: is the claimed epsilon true? Attacks on a training configuration, and the bounds they prove."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from clipless.app import charts
+from clipless.app import data as data_sets
+from clipless.app.auditing import GAMES, Audit, AuditSettings, Report
+from clipless.app.auditing import audit as run_audit
+from clipless.app.charts import drawing
+from clipless.app.cli import _output
+from clipless.app.cli._progress import PERCENT, progress_bar
+from clipless.app.models import MODELS
+from clipless.app.training import OPTIMIZERS, TrainingSettings
+from clipless.auditing.one_run import KINDS
+from clipless.clipping import CLIPPINGS
+from clipless.errors import InvalidArgument
+from clipless.noise import NOISE_SOURCES
+
+_DEFAULTS, _HOW = TrainingSettings(), AuditSettings()
+COST = (
+    "The audit trained copies of this configuration. Canaries are synthetic, and every number above is about them: nothing "
+    "was computed of a real record. Real records were trained on, so publish no model of an audit, and use its seed for "
+    "nothing else."
+)
+
+
+def audit(
+    data: Annotated[
+        str, typer.Option(help="digits, a folder of idx files (MNIST format), FILE.npz or FILE.csv.")
+    ] = "digits",
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(MODELS)}, or package.module:factory, called with (shape, classes).")
+    ] = _DEFAULTS.model,
+    clipping: Annotated[str, typer.Option(help=f"{', '.join(CLIPPINGS)}.")] = _DEFAULTS.clipping,
+    epsilon: Annotated[float, typer.Option(help="The privacy budget of the whole run.")] = _DEFAULTS.epsilon,
+    delta: Annotated[float | None, typer.Option(help="Default: N ** -1.1 for N training records.")] = _DEFAULTS.delta,
+    epochs: Annotated[int, typer.Option(help="Passes over the training records.")] = _DEFAULTS.epochs,
+    batch_size: Annotated[int, typer.Option(help="Expected size of a batch.")] = _DEFAULTS.batch_size,
+    optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = _DEFAULTS.optimizer,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: one that suits the optimizer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeats an audit. Default: none.")] = None,
+    accountant: Annotated[str, typer.Option(help="pld, rdp, or gdp (an approximation).")] = _DEFAULTS.accountant,
+    noise: Annotated[
+        str | None, typer.Option(help=f"{', '.join(NOISE_SOURCES)}. Default: secure, or seeded with --seed.")
+    ] = _DEFAULTS.noise,
+    games: Annotated[str, typer.Option(help=f"What is played, of {', '.join(GAMES)}.")] = ",".join(_HOW.games),
+    releases: Annotated[
+        int | None, typer.Option(help="Games of the step. Default: 20,000, or 3000 with a statistic.")
+    ] = None,
+    canaries: Annotated[int, typer.Option(help="Canaries of the one-run game.")] = _HOW.canaries,
+    kind: Annotated[str, typer.Option(help=f"Of the canaries: {', '.join(KINDS)}.")] = _HOW.kind,
+    trainings: Annotated[int, typer.Option(help="Trainings of the game runs.")] = _HOW.trainings,
+    confidence: Annotated[float, typer.Option(help="Of all bounds together.")] = _HOW.confidence,
+    draw: Annotated[Path | None, typer.Option(help="Draw the bounds beside the claim: FILE.svg, .png or .pdf.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result, with its configuration, as JSON.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
+    ] = False,
+) -> None:
+    """Attack a training configuration and compare the epsilon that the attacks prove with the one that is claimed.
+
+    Takes the arguments of train. Exit code 1: a lower bound exceeds the claim, or the noise is not what it is said to be.
+    A sound configuration ends so with a probability of at most 1 - confidence.
+    """
+    settings = TrainingSettings(
+        model, clipping, epsilon, delta, epochs, batch_size, optimizer, lr, seed, accountant, noise
+    )
+    played = tuple(game.strip() for game in games.split(","))
+    how = AuditSettings(played, releases, canaries, kind, trainings, confidence)
+    if draw is not None:
+        drawing.drawable(draw)
+        charts.figure()  # refuses before the work if nothing can be drawn
+    records = data_sets.load(data)
+    with _bars(f"{records.name} {model} {clipping}", visible=not as_json) as report:
+        found = run_audit(records, settings, how, report)
+    record = _plain(found.to_dict())
+    if out is not None:
+        _write(out, record)
+    if draw is not None:
+        _draw(found, draw)
+    if as_json:
+        _output.show_json(record)
+    else:
+        _show(found)
+    if found.failed:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _bars(title: str, *, visible: bool) -> Iterator[Report]:
+    """A bar for each game, with the time left."""
+    with progress_bar(PERCENT, visible=visible, on_terminal_only=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(game: str, done: float) -> None:
+            if game not in tasks:
+                tasks[game] = bar.add_task(f"{title} {game}", total=1.0)
+            bar.update(tasks[game], completed=done)
+
+        yield report
+
+
+def _show(found: Audit) -> None:
+    rows = {
+        "claimed epsilon": f"{_output.short(found.claimed_epsilon)} ({found.settings.accountant}), delta "
+        f"{_output.short(found.delta)}",
+        "lower bound": f"{found.lower_bound:.3g}, confidence {found.audit.confidence:.3g}",
+    }
+    for row in found.games:
+        count = f"{row['canaries']} canaries" if "canaries" in row else f"{row['games']:,} games"
+        rows[row["seen"]] = f"{row['lower_bound']:.3g}, {count}, {row['seconds']} s"
+    rows["noise"] = "; ".join(found.findings) or ("as claimed" if "step" in found.audit.games else "not tested")
+    rows["verdict"] = "the claim is refuted" if found.failed else "nothing speaks against the claim"
+    rows["time"] = f"{found.seconds:.1f} s"
+    _output.show_table("Audit", rows)
+    _output.show_note(COST)
+
+
+def _draw(found: Audit, path: Path) -> None:
+    picture, (axes,) = charts.figure()
+    names = [row["seen"].replace(", ", ",\n").replace(" of ", "\nof ") for row in found.games]
+    bounds = {"lower bound": [_finite(row["lower_bound"], found.claimed_epsilon) for row in found.games]}
+    title = f"{found.data}, {found.settings.model}, {found.settings.clipping}: what attacks prove"
+    charts.bars(axes, title, "epsilon", names, bounds)
+    axes.axhline(found.claimed_epsilon, color="black", linestyle=":", label="claimed")
+    axes.legend(fontsize=8, frameon=False)
+    charts.save(picture, path)
+
+
+def _finite(bound: float, claim: float) -> float:
+    return min(bound, 4 * claim)
+
+
+def _plain(value: Any) -> Any:
+    """Infinite bounds, which JSON has not, as "inf"."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return "inf" if isinstance(value, float) and value == float("inf") else value
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgument(f"cannot write {path} ({error}). Choose another file.") from error

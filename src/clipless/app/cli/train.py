@@ -1,0 +1,169 @@
+"""`clipless train`: one run from data to files; resumes an interrupted one."""
+
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from clipless.accounting import APPROXIMATION_NOTE
+from clipless.app import data as data_sets
+from clipless.app.cli import _output
+from clipless.app.cli._processes import process_group, rank
+from clipless.app.cli._progress import training_bar
+from clipless.app.cli._signals import stopping
+from clipless.app.models import MODELS
+from clipless.app.training import OPTIMIZERS, Result, Saving, TrainingSettings, save_run, saved_about
+from clipless.app.training import train as run_training
+from clipless.clipping import CLIPPINGS
+from clipless.errors import Interrupted
+from clipless.noise import NOISE_SOURCES
+from clipless.runs.run_folder import RunFolder
+
+_DEFAULTS = TrainingSettings()
+
+
+def train(
+    context: typer.Context,
+    data: Annotated[
+        str, typer.Option(help="digits, a folder of idx files (MNIST format), FILE.npz or FILE.csv.")
+    ] = "digits",
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(MODELS)}, or package.module:factory, called with (shape, classes).")
+    ] = _DEFAULTS.model,
+    clipping: Annotated[
+        str, typer.Option(help=f"{', '.join(CLIPPINGS)}, or none for training without privacy.")
+    ] = _DEFAULTS.clipping,
+    epsilon: Annotated[float, typer.Option(help="The privacy budget of the whole run.")] = _DEFAULTS.epsilon,
+    delta: Annotated[float | None, typer.Option(help="Default: N ** -1.1 for N training records.")] = _DEFAULTS.delta,
+    epochs: Annotated[int, typer.Option(help="Passes over the training records.")] = _DEFAULTS.epochs,
+    batch_size: Annotated[int, typer.Option(help="Expected size of a batch.")] = _DEFAULTS.batch_size,
+    optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = _DEFAULTS.optimizer,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: one that suits the optimizer.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="For experiments: repeats a run. Whoever knows the seed can subtract the noise. Default: none."
+        ),
+    ] = None,
+    accountant: Annotated[str, typer.Option(help="pld, rdp, or gdp (an approximation).")] = _DEFAULTS.accountant,
+    noise: Annotated[
+        str | None, typer.Option(help=f"{', '.join(NOISE_SOURCES)}. Default: secure, or seeded with --seed.")
+    ] = _DEFAULTS.noise,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the run's files. Default: runs/DATA-MODEL-CLIPPING.")
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with the run in --out, with its arguments; begin it if there is none."),
+    ] = False,
+    reseed: Annotated[
+        bool, typer.Option("--reseed", help="With --resume: take new noise; steps after the checkpoint stay counted.")
+    ] = False,
+    checkpoint_every: Annotated[
+        float, typer.Option(min=0, help="Seconds between checkpoints; there is one after every epoch as well.")
+    ] = Saving.every,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the run as JSON, and nothing else, on stdout.")
+    ] = False,
+) -> None:
+    """Train a model on a data set, test it once an epoch, write run.json and model.pt.
+
+    Without arguments: the digits that come with scikit-learn, automatic clipping, epsilon 3. A private run writes its
+    ledger (ledger.jsonl) and a checkpoint as it goes. Ctrl-C finishes the step and saves; --resume continues. Several
+    processes train one run together:  torchrun --nproc-per-node=2 -m clipless train ...
+    """
+    given = TrainingSettings(
+        model, clipping, epsilon, delta, epochs, batch_size, optimizer, lr, seed, accountant, noise
+    )
+    records = data_sets.load(data) if out is None else None
+    folder = out or Path("runs") / "-".join((records.name if records else data, model.replace(":", "."), clipping))
+    if resume and _finished(RunFolder(folder)):
+        if rank() == 0:
+            _output.show_note(f"The run in {folder} is finished: {RunFolder(folder).record}.")
+        return
+    about = saved_about(folder) if resume else None
+    settings = _completed(given, about, context)
+    source = about["source"] if about and about["source"] and not _explicit(context, "data") else data
+    records = records or data_sets.load(source)
+    RunFolder(folder).check_writable()
+    saving = Saving(folder, resume, reseed, checkpoint_every, source)
+    title = f"{records.name} {settings.model} {settings.clipping}"
+    first = rank() == 0
+    with process_group(), training_bar(title, visible=first and not as_json) as bar, stopping() as stop:
+        try:
+            result = run_training(records, settings, on_progress=bar, saving=saving, stop=stop)
+        except Interrupted as interrupted:
+            if first:
+                _output.show_note(str(interrupted))
+            raise typer.Exit(stop.exit_code) from None
+    if not first:
+        return
+    written = save_run(result, folder)
+    if as_json:
+        _output.show_json(_record(result, written))
+    else:
+        _output.show_table("Run", _summary(result, written))
+        for note in _notes(settings):
+            _output.show_note(note)
+
+
+def _explicit(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _completed(given: TrainingSettings, about: dict[str, Any] | None, context: typer.Context) -> TrainingSettings:
+    """The settings of the interrupted run, with what was given on the command line; training refuses a difference."""
+    if about is None:
+        return given
+    names = [field.name for field in fields(given) if _explicit(context, field.name)]
+    return replace(TrainingSettings(**about["settings"]), **{name: asdict(given)[name] for name in names})
+
+
+def _finished(folder: RunFolder) -> bool:
+    if not folder.ledger.exists() or folder.unfinished:
+        return False
+    folder.checkpoint.unlink(missing_ok=True)  # cut off after run.json was written, before the key was removed
+    return True
+
+
+def _record(result: Result, written: Path) -> dict[str, Any]:
+    return {
+        "private": result.settings.private,
+        "data": result.data,
+        "metrics": result.metrics(),
+        "plan": result.plan,
+        "run": str(written),
+        "model": str(written.with_name("model.pt")),
+        "notes": list(_notes(result.settings)),
+    }
+
+
+def _summary(result: Result, written: Path) -> dict[str, str]:
+    settings = result.settings
+    privacy = {
+        "epsilon": f"{_output.short(result.epsilon)} ({settings.accountant})",
+        "delta": _output.short(result.delta),
+    }
+    return {
+        "data": result.data,
+        "model": f"{settings.model}, {result.metrics()['parameters']:,} parameters",
+        "clipping": settings.clipping,
+        "test accuracy": _output.percent(result.accuracy),
+        **(privacy if settings.private else {"epsilon": "none: this run is not private"}),
+        "steps": f"{result.steps} in {settings.epochs} epochs",
+        "time": f"{result.seconds:.1f} s",
+        "written": f"{written}, {written.with_name('model.pt').name}",
+    }
+
+
+def _notes(settings: TrainingSettings) -> list[str]:
+    notes: list[str] = []
+    if not settings.private:
+        notes.append("clipping none: this run has no privacy guarantee.")
+    elif settings.accountant == "gdp":
+        notes.append(APPROXIMATION_NOTE)
+    if settings.private and settings.seed is not None:
+        notes.append("The seed is fixed: whoever knows it can subtract the noise. Release runs without --seed only.")
+    return notes

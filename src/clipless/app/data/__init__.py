@@ -1,0 +1,51 @@
+"""Data sets for the command line and the experiments: a name or a path in, tensors out.
+
+>>> digits = load("digits")
+>>> len(digits.train), len(digits.test), digits.shape, digits.classes
+(1437, 360, (1, 8, 8), 10)
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from clipless.app.data.dataset import Data
+from clipless.app.data.digits import digits
+from clipless.app.data.files import csv_table, idx_folder, npz_archive
+from clipless.arguments import unknown_name
+from clipless.errors import InvalidArgument
+
+__all__ = ["DATA", "Data", "load"]
+
+DATA: dict[str, Callable[[], Data]] = {"digits": digits}
+
+
+def load(name_or_path: str | Path) -> Data:
+    """A registered data set, or the one in a folder of idx files, an `.npz` archive or a `.csv` table.
+
+    Inputs are scaled by fixed public constants or not at all: no statistic of the training records is ever computed,
+    because that would cost privacy. Scale columns beforehand, by bounds that are known without the data. The numbers of
+    records and of classes count as public.
+
+    Raises InvalidArgument for a name or file that does not exist and for contents that cannot be trained on.
+    """
+    name = str(name_or_path)
+    if name in DATA:
+        return DATA[name]()
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return idx_folder(path)
+    if path.name.endswith(".npz"):
+        return npz_archive(_existing(path))
+    if path.name.endswith((".csv", ".csv.gz")):
+        return csv_table(_existing(path))
+    if path.is_file():
+        raise InvalidArgument(f"{path} is no data set: pass a folder of idx files, an .npz archive or a .csv table.")
+    if len(path.parts) > 1:
+        raise InvalidArgument(f"there is no {path}: check the path, or pass one of the names {', '.join(DATA)}.")
+    raise unknown_name("data set", name, [*DATA, "FOLDER", "FILE.npz", "FILE.csv"])
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise InvalidArgument(f"there is no file {path}: check the path, or pass one of the names {', '.join(DATA)}.")
+    return path

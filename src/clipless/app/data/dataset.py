@@ -1,0 +1,97 @@
+"""The type of all data sets, and the checks that every source goes through."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import TensorDataset
+
+from clipless.errors import InvalidArgument
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Records to train on (private) and to test on (not covered by any guarantee).
+
+    Both data sets yield `(x, y)`: `x` float32 of `shape`, `y` an int64 class in `range(classes)`.
+    """
+
+    name: str
+    train: TensorDataset
+    test: TensorDataset
+    classes: int
+    shape: tuple[int, ...]
+
+
+def make_data(name: str, train: tuple[Array, Array], test: tuple[Array, Array], classes: int | None = None) -> Data:
+    """Checked tensors from arrays of features and labels; `classes` defaults to what the training labels span.
+
+    Raises InvalidArgument when a part is empty, features are not finite numbers, labels are not integers in
+    `range(classes)`, or the shapes of features, labels, training and test part do not fit each other.
+    """
+    x_train, y_train = _records(name, "training", *train)
+    x_test, y_test = _records(name, "test", *test)
+    if x_train.shape[1:] != x_test.shape[1:]:
+        raise InvalidArgument(
+            f"{name}: training records have shape {tuple(x_train.shape[1:])}, test records {tuple(x_test.shape[1:])}. "
+            "Give both the same features."
+        )
+    classes = span(name, y_train) if classes is None else classes
+    for part, labels in (("training", y_train), ("test", y_test)):
+        if int(labels.max()) >= classes:
+            raise InvalidArgument(
+                f"{name}: a {part} label is {int(labels.max())}, out of range: the {classes} classes of the training "
+                f"labels are 0 to {classes - 1}. Correct the labels or drop those records."
+            )
+    shape = tuple(x_train.shape[1:])
+    return Data(name, TensorDataset(x_train, y_train), TensorDataset(x_test, y_test), classes, shape)
+
+
+def span(name: str, labels: Array | torch.Tensor) -> int:
+    """The number of classes of labels 0, 1, 2, ...; raises if most of them could not occur."""
+    classes = int(labels.max()) + 1
+    if classes < 2:
+        raise InvalidArgument(f"{name}: every label is 0. A classifier needs at least two classes.")
+    if classes > len(labels):
+        raise InvalidArgument(
+            f"{name}: labels go up to {classes - 1} with {len(labels)} records only, out of range for class labels. "
+            "Number the classes 0, 1, 2, ... without gaps."
+        )
+    return classes
+
+
+def integer_labels(name: str, labels: Array) -> Array:
+    """Labels as int64. Raises InvalidArgument for anything but a vector of whole numbers that are not negative."""
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1:
+        raise InvalidArgument(f"{name}: labels have shape {labels.shape}. Give one class number per record.")
+    if labels.dtype.kind not in "iuf" or not np.array_equal(labels, np.floor(labels)):
+        raise InvalidArgument(f"{name}: labels are not integers. Number the classes 0, 1, 2, ...")
+    if labels.size and labels.min() < 0:
+        raise InvalidArgument(f"{name}: a label is negative ({labels.min():g}). Number the classes 0, 1, 2, ...")
+    if labels.size and labels.max() > np.iinfo(np.int32).max:
+        raise InvalidArgument(f"{name}: a label is out of range ({labels.max():g}). Number the classes 0, 1, 2, ...")
+    return labels.astype(np.int64)
+
+
+def _records(name: str, part: str, features: Array, labels: Array) -> tuple[torch.Tensor, torch.Tensor]:
+    if features.dtype.kind not in "biuf":
+        raise InvalidArgument(f"{name}: {part} features are of type {features.dtype}. Encode them as numbers.")
+    if len(features) == 0:
+        raise InvalidArgument(f"{name}: the {part} part is empty. Give it at least one record.")
+    if features.ndim < 2 or 0 in features.shape:
+        raise InvalidArgument(f"{name}: {part} features have shape {features.shape}. Give every record a feature.")
+    labels = integer_labels(name, labels)
+    if len(features) != len(labels):
+        raise InvalidArgument(
+            f"{name}: {len(features)} {part} records and {len(labels)} labels. Give every record one label."
+        )
+    x = torch.from_numpy(features.astype(np.float32))
+    if not x.isfinite().all():
+        raise InvalidArgument(f"{name}: {part} features hold NaN, infinity or values beyond float32. Repair them.")
+    return x, torch.from_numpy(labels)

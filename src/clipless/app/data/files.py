@@ -1,0 +1,85 @@
+"""Data sets from files: idx folders, npz archives, csv tables. A faulty file raises InvalidArgument."""
+
+import gzip
+import math
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from clipless.app.data.dataset import Array, Data, integer_labels, make_data, span
+from clipless.app.data.table import read_table
+from clipless.errors import InvalidArgument
+
+SPLIT_SEED = 0
+TEST_SHARE = 0.2
+IDX_UNSIGNED_BYTE = 8
+
+
+def idx_folder(folder: Path) -> Data:
+    """The four idx files of MNIST and its relatives (`train-images-idx3-ubyte`, ...), plain or gzipped."""
+    train = tuple(_idx(folder, f"train-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+    test = tuple(_idx(folder, f"t10k-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+    name = folder.resolve().name
+    return make_data(name, (_images(train[0]), train[1]), (_images(test[0]), test[1]))
+
+
+def npz_archive(path: Path) -> Data:
+    """The arrays `x_train`, `y_train`, `x_test`, `y_test`; bytes are taken for grey or colour values (channels first).
+
+    Floating-point features stay as they are. Records of shape (height, width) become images of one channel.
+    """
+    names = ("x_train", "y_train", "x_test", "y_test")
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            missing = [name for name in names if name not in archive]
+            if missing:
+                raise InvalidArgument(f"{path} lacks the arrays {', '.join(missing)}. Save all of {', '.join(names)}.")
+            x_train, y_train, x_test, y_test = (archive[name] for name in names)
+    except InvalidArgument:
+        raise
+    except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+        raise InvalidArgument(
+            f"{path} cannot be read as an npz archive ({error}). Write it with numpy.savez."
+        ) from error
+    return make_data(path.stem, (_images(x_train), y_train), (_images(x_test), y_test))
+
+
+def csv_table(path: Path) -> Data:
+    """A table with a header; the last column is the class, an integer from 0; a fixed fifth of the rows is for testing.
+
+    Features stay as they are: no column is standardised, since means and variances of private records are not free.
+    The separator is the comma, or the semicolon when the header has no comma.
+    """
+    table = read_table(path)
+    name = path.name.removesuffix(".gz").removesuffix(".csv")
+    features, labels = table[:, :-1], integer_labels(name, table[:, -1])
+    classes = span(name, labels)
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(table))
+    train, test = np.split(order, [len(table) - round(TEST_SHARE * len(table))])
+    return make_data(name, (features[train], labels[train]), (features[test], labels[test]), classes)
+
+
+def _images(array: Array) -> Array:
+    """Bytes to [-1, 1]; a channel axis for records of two dimensions."""
+    scaled = (array.astype(np.float32) / 255.0 - 0.5) / 0.5 if array.dtype == np.uint8 else array
+    return scaled[:, None] if scaled.ndim == 3 else scaled
+
+
+def _idx(folder: Path, name: str) -> Array:
+    path = next((p for p in (folder / f"{name}.gz", folder / name) if p.is_file()), None)
+    if path is None:
+        raise InvalidArgument(f"{folder} lacks {name} or {name}.gz. Put the four idx files of the data set there.")
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidArgument(f"{path} cannot be read ({error}). Fetch it again.") from error
+    rank = raw[3] if len(raw) > 3 else 0
+    head = 4 + 4 * rank
+    if len(raw) < head or raw[:3] != bytes([0, 0, IDX_UNSIGNED_BYTE]):
+        raise InvalidArgument(f"{path} is not an idx file of bytes. Fetch it again, or convert the data to .npz.")
+    shape = tuple(np.frombuffer(raw, ">u4", rank, offset=4).tolist())
+    if len(raw) - head != math.prod(shape):
+        raise InvalidArgument(f"{path} announces shape {shape} and holds {len(raw) - head} bytes. Fetch it again.")
+    return np.frombuffer(raw, np.uint8, offset=head).reshape(shape)

@@ -1,0 +1,84 @@
+"""What the files of a run say: what it promised, what it has spent, and what in them is not private."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clipless.accounting import Ledger, Spent
+from clipless.errors import InvalidArgument
+from clipless.runs.ledger_file import LedgerFile, read_ledger
+from clipless.runs.run_folder import RunFolder
+
+KEY_NOTE = "holds the key of all noise after it: whoever has it can subtract that noise"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The files of a run: its ledger, its `run.json`, or both."""
+
+    path: Path
+    file: LedgerFile | None
+    record: dict[str, Any]
+
+    @property
+    def private(self) -> bool:
+        return self.file is not None or bool(self.record.get("plan"))
+
+    @property
+    def torn(self) -> bool:
+        return bool(self.file and self.file.torn)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return dict(self.file.plan if self.file else self.record["plan"])
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.file.ledger() if self.file else Ledger.from_dict(self.record["ledger"])
+
+    def spent(self, delta: float | None = None, accountant: str | None = None) -> Spent:
+        """The epsilon of everything recorded; a torn last line counts as one more step."""
+        return self.ledger.spent(self.plan["delta"] if delta is None else delta, accountant or self.plan["accountant"])
+
+    @property
+    def state(self) -> str:
+        """How far the ledger can be trusted, in words."""
+        if self.file is None:
+            return "in run.json only: changes to it would not be noticed"
+        if self.torn:
+            return f"line {len(self.file.entries) + 2} is torn: counted as one step more"
+        return "whole: every line follows from the one before"
+
+    @property
+    def progress(self) -> str:
+        if self.record:
+            return "finished"
+        return "unfinished" if self.ledger.steps < self.plan["steps"] else "all steps taken, not finished"
+
+    def not_private(self) -> dict[str, str]:
+        """What in the run's files the guarantee does not cover, and why."""
+        checkpoint = {"checkpoint.pt": KEY_NOTE} if RunFolder(self.path).checkpoint.exists() else {}
+        return {**self.record.get("not_private", {}), **checkpoint}
+
+
+def read_run(path: Path, head: str | None = None) -> Reading:
+    """The run in a folder, or a ledger file. With `head`, the ledger must contain everything up to that hash.
+
+    Raises `DamagedFile` for a ledger that is damaged or edited, or shorter than `run.json` says.
+    """
+    if not path.is_dir():
+        return Reading(path, read_ledger(path, head=head, torn=True), {})
+    folder = RunFolder(path)
+    file, record = folder.read_ledger(), folder.read_record()
+    if file is None and (record is None or "plan" not in record):
+        raise InvalidArgument(
+            f"there is no run in {path}: give a folder with run.json or ledger.jsonl, or a ledger file."
+        )
+    if head is not None:
+        if file is None:
+            raise InvalidArgument(f"{path} has no ledger.jsonl to compare with --head.")
+        file.position_of(head)
+    named = (record or {}).get("ledger_file") or {}
+    if file and record and named.get("run") != file.run:
+        record = None
+    return Reading(path, file, record or {})

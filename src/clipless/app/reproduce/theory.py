@@ -1,0 +1,116 @@
+"""`clipless reproduce theory`: every figure of the theory, and the page that shows them."""
+
+from clipless.app.reproduce import auto_figures, dc_global_figures, rule_figures
+from clipless.app.reproduce.drawing import Drawing
+
+TITLE = "The theory behind automatic, dynamic and global clipping, drawn by clipless"
+DRAWINGS = (
+    Drawing(
+        "auto-02-directions",
+        "AUTO fig. 2",
+        "As long as nearly all records point along the sum, the factors that make most progress are AUTO-V's, and AUTO-S's "
+        "are next to them (on drawn gradients g + Δ with log-normal lengths and R = 1).",
+        rule_figures.directions_of_rules,
+    ),
+    Drawing(
+        "auto-03-lazy-logistic",
+        "AUTO fig. 3",
+        "With R = γ = 0.01 AUTO-V's gradient is zero at every bias and Abadi's all but zero on [-2, 2], while AUTO-S still "
+        "tells left from right.",
+        rule_figures.lazy_logistic,
+    ),
+    Drawing(
+        "auto-04-norms",
+        "AUTO fig. 4",
+        "Only AUTO-S keeps the order of all norms under a bound: AUTO-V makes them equal, Abadi those above R, and global "
+        "drops those above its cutoff.",
+        rule_figures.norms_by_rule,
+    ),
+    Drawing(
+        "auto-05-bounds",
+        "AUTO fig. 5",
+        "AUTO-S's bound goes on falling with the steps because ever larger ratios r are allowed; AUTO-V's stops at ξ "
+        "(ξ = 25, γ = 0.01, terms 10/√T and for SGD 2/√T).",
+        auto_figures.bounds_over_steps,
+    ),
+    Drawing(
+        "auto-06-measure",
+        "AUTO fig. 6",
+        "The gain M of a step is bounded in the gradient's length, so its inverse has a pole, and a concave envelope exists "
+        "only for gradients of bounded length.",
+        auto_figures.measure_and_inverse,
+    ),
+    Drawing(
+        "auto-07-noise-and-gamma",
+        "AUTO fig. 7",
+        "Less noise ξ in the gradients lowers AUTO-S's bound throughout, and a γ near ξ lets it fall below ξ after fewer "
+        "steps than a tiny one (term 10/√T).",
+        auto_figures.noise_and_stability,
+    ),
+    Drawing(
+        "auto-08-rates",
+        "AUTO fig. 8",
+        "In the long run AUTO-S's bound falls as T^(-1/4), like SGD's; with the concave envelope that the proof needs for "
+        "the mean length it is T^(-1/6).",
+        auto_figures.rates_in_the_long_run,
+    ),
+    Drawing(
+        "auto-09-alignment",
+        "AUTO fig. 9",
+        "What a symmetric pair of gradients gains falls with its noise r, and with the stability constant.",
+        auto_figures.alignment_over_noise,
+    ),
+    Drawing(
+        "auto-10-angle",
+        "AUTO fig. 10",
+        "Below r = 1 a pair always gains; above, it gains nothing in the worst direction c = 1 unless Γ is positive.",
+        auto_figures.alignment_over_angle,
+    ),
+    Drawing(
+        "auto-11-lazy-mean",
+        "AUTO fig. 11",
+        "Estimating a mean between two groups, Abadi and AUTO-V count records and stand still on (-1, 1); AUTO-S does not.",
+        rule_figures.lazy_mean,
+    ),
+    Drawing(
+        "auto-laws",
+        "AUTO thm. 5",
+        "At a fixed budget more steps, larger batches and a better start lower the bound, and the best learning rate does "
+        "not depend on the batch.",
+        auto_figures.laws,
+    ),
+    Drawing(
+        "dc-error",
+        "DC thm. 3, 4",
+        "The threshold of least expected error balances noise, which grows with C, against what clipping cuts off, and "
+        "gives the least convergence bound.",
+        dc_global_figures.error_and_bound,
+    ),
+    Drawing(
+        "global-facts",
+        "GLOBAL facts A.2, A.4",
+        "A product of a positive definite and a diagonal matrix can have a negative quadratic form, and a sum of such "
+        "products a zero or negative eigenvalue.",
+        dc_global_figures.matrix_facts,
+    ),
+    Drawing(
+        "global-kernels",
+        "GLOBAL thm. 2, 4",
+        "On a small network only global clipping with nobody dropped leaves the kernel a positive quadratic form at every "
+        "threshold; a dropped record makes it singular.",
+        dc_global_figures.clipped_kernels,
+    ),
+    Drawing(
+        "global-losses",
+        "GLOBAL thm. 2, 4",
+        "Under flat local clipping the loss can grow first, layer by layer it can stand still at a non-zero value, and "
+        "under global clipping it falls all the way unless a record is dropped.",
+        dc_global_figures.losses_over_time,
+    ),
+    Drawing(
+        "global-flows",
+        "GLOBAL F.1-F.8",
+        "At small steps every optimizer follows a flow of its own towards the same minimum.",
+        dc_global_figures.optimizer_flows,
+    ),
+)

@@ -1,0 +1,104 @@
+"""A finished run, and the files it leaves."""
+
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from clipless.accounting import ACCOUNTANTS, APPROXIMATION_NOTE
+from clipless.app.training.settings import TrainingSettings
+from clipless.errors import InvalidArgument
+from clipless.runs.durable_files import replace_file
+from clipless.runs.run_folder import RunFolder
+
+_TEST_RECORDS = "computed from the test records, which the guarantee does not cover"
+NOT_PRIVATE = {"metrics.test_accuracy": _TEST_RECORDS, "metrics.test_accuracy_per_epoch": _TEST_RECORDS}
+SEEDED = {
+    "arguments.seed": "whoever knows the seed can subtract the noise: do not publish such a run as private",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run.
+
+    `plan`, `ledger`, `history` (what a threshold policy released), `epsilon` and `delta` are None for a run without
+    privacy. `ledger_file` has the run, position and head of the ledger on disk; None if there is no such file.
+    """
+
+    data: str
+    settings: TrainingSettings
+    accuracies: tuple[float, ...]
+    steps: int
+    seconds: float
+    epsilon: float | None
+    delta: float | None
+    plan: dict[str, Any] | None
+    ledger: dict[str, Any] | None
+    history: dict[str, Any] | None
+    model: nn.Module
+    ledger_file: dict[str, Any] | None = None
+
+    @property
+    def accuracy(self) -> float:
+        """Test accuracy after the last epoch: never that of the best epoch, which would be chosen by test records."""
+        return self.accuracies[-1]
+
+    @property
+    def approximation(self) -> bool:
+        """Whether the true epsilon can be larger than the one stated."""
+        return self.settings.private and ACCOUNTANTS[self.settings.accountant].approximation
+
+    def metrics(self) -> dict[str, Any]:
+        return {
+            "test_accuracy": self.accuracy,
+            "test_accuracy_per_epoch": list(self.accuracies),
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "steps": self.steps,
+            "seconds": round(self.seconds, 3),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+
+    def record(self) -> dict[str, Any]:
+        """The contents of `run.json`."""
+        return {
+            "private": self.settings.private,
+            "data": self.data,
+            "arguments": asdict(self.settings),
+            "plan": self.plan,
+            "ledger": self.ledger,
+            "ledger_file": self.ledger_file,
+            "history": self.history,
+            "metrics": self.metrics(),
+            "approximation": self.approximation,
+            "notes": [APPROXIMATION_NOTE] if self.approximation else [],
+            "not_private": NOT_PRIVATE if self.settings.seed is None else NOT_PRIVATE | SEEDED,
+            "versions": {name: version(name) for name in ("clipless", "torch", "numpy", "dp-accounting")}
+            | {"python": platform.python_version()},
+        }
+
+
+def save_run(result: Result, out: Path) -> Path:
+    """Write `model.pt` (a state_dict) and `run.json`, and return the path of the latter.
+
+    Each file appears whole or not at all. Files of an earlier run in the same folder, whose ledger may still be needed,
+    are kept as `model.1.pt`, `run.1.json` and so on. The checkpoint of this run, which holds a key of the noise, is
+    removed.
+    """
+    folder = RunFolder(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if result.ledger_file is None:
+            folder.keep_earlier()
+        replace_file(folder.model, lambda file: torch.save(result.model.state_dict(), file))
+        folder.write_record(result.record())
+        if result.ledger_file is not None:
+            folder.checkpoint.unlink(missing_ok=True)
+    except OSError as error:
+        raise InvalidArgument(f"cannot write to {out} ({error}). Choose another folder.") from error
+    return folder.record

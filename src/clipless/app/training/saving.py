@@ -1,0 +1,139 @@
+"""Saving a training run while it goes on, and resuming it after an interruption."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clipless.distributed import Alone, Ranks
+from clipless.errors import Interrupted, InvalidArgument
+from clipless.private import Private
+from clipless.runs.checkpoint import read_checkpoint
+from clipless.runs.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Save the run in the folder `out`: its ledger, and a checkpoint after every epoch and every `every` seconds.
+
+    `resume` continues the run that was interrupted there, if there is one; `reseed` continues it with new noise, and the
+    steps after the checkpoint stay counted. `data` is the data set's name on the command line.
+    """
+
+    out: Path
+    resume: bool = False
+    reseed: bool = False
+    every: float = 60.0
+    data: str | None = None
+
+
+@dataclass
+class LoopState:
+    """What the training loop itself remembers: test accuracies, the step of the last test, seconds of training."""
+
+    accuracies: list[float] = field(default_factory=list)
+    tested: int = 0
+    seconds: float = 0.0
+
+
+def saved_about(out: Path) -> dict[str, Any] | None:
+    """`data`, `source` and `settings` of the run whose checkpoint is in this folder; None without a checkpoint."""
+    folder = RunFolder(out)
+    return read_checkpoint(folder.checkpoint).extra["about"] if folder.checkpoint.exists() else None
+
+
+class RunSaver:
+    """Saves one run. Does nothing if the run is not private or `saving` is None."""
+
+    def __init__(
+        self,
+        private: Private | None,
+        saving: Saving | None,
+        about: Mapping[str, Any],
+        stop: Callable[[], bool],
+        ranks: Alone | Ranks,
+    ) -> None:
+        self._private = private if saving else None
+        self._saving = saving
+        self._about = dict(about) | {"source": saving.data if saving else None}
+        self._stop, self._ranks = stop, ranks
+        self._state = LoopState()
+        self._started = self._saved = time.monotonic()
+
+    def begin(self) -> LoopState:
+        """Resume the interrupted run, or start a new one; returns the state of its loop."""
+        if self._saving and self._private:
+            folder = RunFolder(self._saving.out)
+            with self._ranks.together("the run's folder"):
+                resumable = self._ranks.rank == 0 and self._prepared(folder, self._private)
+            if self._ranks.shared(resumable):
+                self._resume(folder, self._private)
+            else:
+                self._private.save_to(folder.ledger)
+                self._save()
+        self._stop_if_asked(self._asked(due=True)[1], saved=True)
+        return self._state
+
+    def after_step(self, epoch_ended: bool) -> None:
+        """Save at the end of an epoch or if it is time, and stop if asked to."""
+        due, stop = self._asked(self._saving is not None and time.monotonic() - self._saved >= self._saving.every)
+        if epoch_ended or due:
+            self._save()
+        self._stop_if_asked(stop, saved=epoch_ended or due)
+
+    def _prepared(self, folder: RunFolder, private: Private) -> bool:
+        """Whether there is a run to resume; otherwise the folder is made ready for a new one."""
+        assert self._saving
+        if folder.resumable(self._saving.resume):
+            return True
+        folder.check_writable()
+        folder.discard_unused_ledger(private.plan.to_dict())
+        folder.keep_earlier()
+        return False
+
+    def _asked(self, due: bool) -> tuple[bool, bool]:
+        """Whether it is time to save, by the first rank's clock, and whether any rank was asked to stop."""
+        votes = self._ranks.gathered((due, self._stop()))
+        return votes[0][0], any(stop for _, stop in votes)
+
+    def seconds(self) -> float:
+        """Seconds of training, in this process and before."""
+        return self._state.seconds + time.monotonic() - self._started
+
+    def _resume(self, folder: RunFolder, private: Private) -> None:
+        assert self._saving
+        extra = read_checkpoint(folder.checkpoint).extra
+        before, now = ({**about["settings"], "data": about["data"]} for about in (extra["about"], self._about))
+        changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        if changed:
+            raise InvalidArgument(
+                f"the run in {folder.path} was begun with other arguments (different: {', '.join(changed)}): resume it "
+                "with the same ones, or with none."
+            )
+        private.load_checkpoint(folder.checkpoint, reseed=self._saving.reseed)
+        self._state = LoopState(**extra["loop"])
+        self._about = extra["about"]
+        if self._saving.reseed:
+            self._save()  # or the new keys would be lost with the next interruption
+
+    def _save(self) -> None:
+        if self._saving and self._private:
+            loop = asdict(self._state) | {"seconds": self.seconds()}
+            checkpoint = RunFolder(self._saving.out).checkpoint
+            self._private.save_checkpoint(checkpoint, extra={"about": self._about, "loop": loop})
+            self._saved = time.monotonic()
+
+    def _stop_if_asked(self, asked: bool, saved: bool) -> None:
+        if not asked:
+            return
+        if not (self._saving and self._private):
+            raise Interrupted(
+                "stopped. Only private runs are saved while they go on, so this one starts anew next time."
+            )
+        if not saved:
+            self._save()
+        raise Interrupted(
+            f"stopped after step {self._private.steps_taken} of {self._private.plan.steps}, and saved. To go on:  "
+            f"clipless train --resume --out {self._saving.out}"
+        )

@@ -1,0 +1,28 @@
+"""Tuning as one private computation: a grid, a price for the whole search, and one released run."""
+
+from clipless.app.tuning.candidates import TUNABLE, Grid, parse_tries, read_grid, shape_of, varied
+from clipless.app.tuning.pools import EXECUTORS, Borrowed, DaskCluster, InProcess, Pool, Processes, open_pool
+from clipless.app.tuning.release import NothingToRelease, Tuned, tune
+from clipless.app.tuning.search import SCORE, Search, plan_search
+
+__all__ = [
+    "EXECUTORS",
+    "SCORE",
+    "TUNABLE",
+    "Borrowed",
+    "DaskCluster",
+    "Grid",
+    "InProcess",
+    "NothingToRelease",
+    "Pool",
+    "Processes",
+    "Search",
+    "Tuned",
+    "open_pool",
+    "parse_tries",
+    "plan_search",
+    "read_grid",
+    "shape_of",
+    "tune",
+    "varied",
+]

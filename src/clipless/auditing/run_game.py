@@ -1,0 +1,114 @@
+"""The whole-run game: complete trainings with and without the record, seen by their final weights or by every gradient."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from clipless.arguments import whole
+from clipless.auditing.family import SampledGaussian
+from clipless.auditing.probe import Probe
+from clipless.auditing.rates import plain_epsilon, rates
+from clipless.auditing.step_game import StepGame, attached, slots
+from clipless.auditing.verdict import CONFIDENCE, Verdict
+from clipless.auditing.watching import Watcher
+from clipless.plan import PrivacyPlan
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RunGame:
+    """Trainings of `steps` steps of the probe, each with `step.canaries` records in and as many out."""
+
+    step: StepGame = field(default_factory=lambda: StepGame(sample_rate=0.25, canaries=16))
+    steps: int = 8
+    lr: float = 0.1
+
+
+@dataclass(frozen=True)
+class Trainings:
+    """Scores of records that were in (`inside`) and out, from the final weights and from all released gradients."""
+
+    final_inside: Floats
+    final_outside: Floats
+    all_inside: Floats
+    all_outside: Floats
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    trainings: int
+
+
+def log_likelihood(seen: Floats, noise_multiplier: float, sample_rate: float) -> Floats:
+    """The log-likelihood ratio of standardised releases for a record that takes part with this probability: the best
+    score there is, for one step."""
+    mu = 1 / noise_multiplier
+    return np.logaddexp(
+        np.log1p(-sample_rate) if sample_rate < 1 else -np.inf, np.log(sample_rate) + mu * (seen - mu / 2)
+    )
+
+
+def play_runs(game: RunGame, trainings: int, on_training: Callable[[], None] = lambda: None) -> Trainings:
+    """Train so many times, each time with fresh noise and fresh batches."""
+    final, every = [], []
+    for number in range(whole("trainings", trainings)):
+        weights, gradients, plan = _train(game, number)
+        final.append(weights)
+        every.append(gradients)
+        on_training()
+    half = game.step.canaries
+    last, seen = np.stack(final), np.stack(every)
+    return Trainings(
+        final_inside=last[:, :half].ravel(),
+        final_outside=last[:, half:].ravel(),
+        all_inside=seen[:, :half].ravel(),
+        all_outside=seen[:, half:].ravel(),
+        noise_multiplier=plan.noise_multiplier,
+        sample_rate=plan.sample_rate,
+        steps=game.steps,
+        trainings=trainings,
+    )
+
+
+def _train(game: RunGame, number: int) -> tuple[Floats, Floats, PrivacyPlan]:
+    """The scores of every slot after one training, by its final weights and by its gradients, and the plan."""
+    step = game.step
+    model = Probe(step.layers, 2 * step.canaries)
+    records, weights = slots(step, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=game.lr)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    private = attached(step, model, optimizer, records, game.steps, number)
+    watcher = Watcher(private, list(model.named_parameters()))
+    ratios = np.zeros(2 * step.canaries)
+    for (batch,) in private.loader:
+        optimizer.zero_grad()
+        watcher.before_step()
+        private.backward(model(batch))
+        optimizer.step()
+        seen = weights @ watcher.after_step()
+        ratios += log_likelihood(seen, private.plan.gradient_multiplier, private.plan.sample_rate)
+    private.detach()
+    moved = [(old - new).detach().double().flatten() for old, new in zip(before, model.parameters(), strict=True)]
+    return weights @ torch.stack(moved).numpy(), ratios, private.plan
+
+
+def judge_runs(seen: Trainings, delta: float = 1e-5, confidence: float = CONFIDENCE, *, final: bool) -> Verdict:
+    """The epsilon of whole trainings, claimed and bounded from below, by final weights only or by all gradients."""
+    family = SampledGaussian(seen.sample_rate, seen.steps)
+    inside, outside = (seen.final_inside, seen.final_outside) if final else (seen.all_inside, seen.all_outside)
+    found = rates(outside, inside, family)
+    fpr, fnr = found.upper(confidence)
+    explained = family.noise_multiplier(fpr, fnr, near=seen.noise_multiplier)
+    return Verdict(
+        claimed_epsilon=family.epsilon(seen.noise_multiplier, delta),
+        lower_bound=family.epsilon(explained, delta),
+        plain_bound=plain_epsilon(fpr, fnr, delta),
+        pair_bound=None,
+        confidence=confidence,
+        delta=delta,
+        games=found.negatives + found.positives,
+        rates=found,
+    )

@@ -1,1 +1,0 @@
-"""What `clipless bench` measures: the time and the memory of a step, private against plain, and how both grow."""

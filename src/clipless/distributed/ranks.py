@@ -1,0 +1,182 @@
+"""The processes of one private run, and all that they say to each other.
+
+Whatever can fail on one rank alone stands in `with ranks.together(...)`: at its end every rank hears what became of the
+others, and if one has failed, all raise. So no rank goes on alone, and none waits for one that has given up.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from clipless.errors import InvalidArgument, RankFailed
+
+T = TypeVar("T")
+
+# The bytes of one message of an agreement, the most characters of an error in it, and the bytes of one bucket of sums, which
+# are those of DistributedDataParallel.
+MESSAGE = 512
+MOST_TOLD = 200
+BUCKET = 25 * 2**20
+# Facts of which only digests are compared, which say nothing to a reader and should not be in a log.
+UNSHOWN = ("the seed", "the content of")
+
+
+class Alone:
+    """One process: there is nobody to ask, to tell or to wait for."""
+
+    rank, size = 0, 1
+    # As a context manager of the standard library it costs a step nothing.
+    together: Callable[[str], AbstractContextManager[str]] = staticmethod(nullcontext)  # type: ignore[assignment]
+
+    def shared(self, value: T) -> T:
+        return value
+
+    def gathered(self, value: T) -> list[T]:
+        return [value]
+
+    def same(self, what: str, value: str) -> None:
+        pass
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        pass
+
+    def refuse_differences(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        pass
+
+
+class Ranks:
+    """The processes of a torch.distributed group. All of them call the same methods in the same order.
+
+    A method raises `RankFailed` if the others cannot be reached within the group's time-out, and then so does every later
+    one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._lost = group, False
+        by_nccl = dist.get_backend(group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if by_nccl else torch.device("cpu")
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[str]:
+        """What is done inside succeeds on every rank, or raises on every rank: its own exception where it failed, and
+        `RankFailed` elsewhere. `what` names it, and ranks that are not all doing the same are refused."""
+        try:
+            yield what
+        except RankFailed:
+            raise  # from an agreement inside, on every rank
+        except Exception as failure:
+            self._agree(what, f"{type(failure).__name__}: {failure}")
+            raise
+        self._agree(what)
+
+    def shared(self, value: T) -> T:
+        """The first rank's value."""
+        values = [value]
+        with self._reaching("the others"):
+            dist.broadcast_object_list(values, group=self._group, group_src=0, device=self._device)
+        return values[0]
+
+    def gathered(self, value: T) -> list[T]:
+        """Every rank's value, in order."""
+        values: list[Any] = [None] * self.size
+        with self._reaching("the others"):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def same(self, what: str, value: str) -> None:
+        """Raises unless all ranks have the same value."""
+        self._agree(what, value=value)
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over the ranks, the same bits on each."""
+        with self._reaching("the sum over the ranks"):
+            sent = [
+                (members, flat, dist.all_reduce(flat, group=self._group, async_op=True))
+                for members, flat in _flat(tensors)
+            ]
+            for members, flat, work in sent:
+                work.wait()
+                if members:
+                    parts = flat.split([member.numel() for member in members])
+                    for member, part in zip(members, parts, strict=True):
+                        member.copy_(part.view_as(member))
+
+    def refuse_differences(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """Raises on every rank, with the name of the first of these facts that is not the same on all of them."""
+        with self.together("make_private"):
+            own = dict(facts())
+        first, *others = self.gathered(own)
+        for rank, found in enumerate(others, 1):
+            for name in [*first, *found]:
+                one, other = first.get(name, "missing"), found.get(name, "missing")
+                if one != other:
+                    values = "" if name.startswith(UNSHOWN) else f" ({one}, {other})"
+                    raise InvalidArgument(
+                        f"the ranks do not train the same run: {name} differs between rank 0 and rank {rank}{values}. Give "
+                        "make_private the same on every rank; weights are made the same by "
+                        "clipless.broadcast_weights(model), or by DistributedDataParallel around the model."
+                    )
+
+    def _agree(self, what: str, failure: str = "", value: str = "") -> None:
+        """Tell the others what this rank does and whether that failed, and hear the same from them."""
+        plain = " ".join(failure.encode("ascii", "replace").decode().split())[:MOST_TOLD]
+        own = json.dumps([what, plain, value]).encode().ljust(MESSAGE)
+        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._device)
+        messages = torch.empty(self.size, MESSAGE, dtype=torch.uint8, device=self._device)
+        with self._reaching(what):
+            dist.all_gather(list(messages.unbind()), mine, group=self._group)
+        if not failure and not bool((messages != mine).any()):
+            return
+        said = [json.loads(bytes(message.tolist())) for message in messages]
+        failed = [f"rank {rank}: {theirs}" for rank, (_, theirs, _) in enumerate(said) if theirs]
+        if failure:
+            return
+        if failed:
+            raise RankFailed(f"another rank could not go on at {said[0][0]}, so none does ({'; '.join(failed)}).")
+        if len({theirs for theirs, _, _ in said}) > 1:
+            doing = ", ".join(f"rank {rank} is at {theirs}" for rank, (theirs, _, _) in enumerate(said))
+            raise RankFailed(
+                f"the ranks do not do the same: {doing}. Run the same loop and make the same calls on every rank."
+            )
+        raise RankFailed(
+            f"the ranks do not have the same at {what}, though they began with the same: nothing was released to the "
+            "optimizer. Look for code or settings that depend on the rank, and resume from a checkpoint."
+        )
+
+    @contextmanager
+    def _reaching(self, what: str) -> Iterator[None]:
+        """What torch raises where others do not answer becomes a refusal, which holds from then on."""
+        if self._lost:
+            raise RankFailed("the other ranks were lost: start all of them anew, and resume from the last checkpoint.")
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            self._lost = True
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise RankFailed(
+                f"the other ranks could not be reached at {what}: one has ended, raised an error or hangs ({reason}). No "
+                "rank goes on, and what may have been released stays counted. Look for the first error among the ranks, "
+                "then start all of them anew and resume from the last checkpoint."
+            ) from error
+
+
+def _flat(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """The tensors in buckets: those that fill one alone as they are, the others as copies in one flat tensor per type."""
+    waiting: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.nbytes >= BUCKET and tensor.is_contiguous():
+            yield [], tensor
+            continue
+        bucket = waiting.setdefault((tensor.dtype, tensor.device), [])
+        bucket.append(tensor)
+        if sum(member.nbytes for member in bucket) >= BUCKET:
+            yield list(bucket), torch.cat([member.reshape(-1) for member in bucket])
+            bucket.clear()
+    for bucket in filter(None, waiting.values()):
+        yield bucket, torch.cat([member.reshape(-1) for member in bucket])

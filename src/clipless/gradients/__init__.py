@@ -1,0 +1,8 @@
+"""Clipped sums of per-sample gradients: where gradients are caught, what they mean for each layer, and how they add up."""
+
+from clipless.gradients import recurrent
+from clipless.gradients.clipped_sum import clipped_sum
+from clipless.gradients.engine import Engine
+from clipless.gradients.kernels import Kernels
+
+__all__ = ["Engine", "Kernels", "clipped_sum", "recurrent"]

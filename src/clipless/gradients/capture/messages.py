@@ -1,0 +1,144 @@
+"""What is raised when a forward or backward pass cannot be told apart by record."""
+
+from typing import Any
+
+from torch import nn
+
+from clipless.errors import CliplessError, Misuse, UnsupportedModule
+from clipless.gradients.capture.layout import Place
+from clipless.gradients.records import written
+from clipless.gradients.trees import Shapes, hides_tensors, packed_in, shapes_of
+
+
+def refuse_unfit_inputs(name: str, inputs: Any, records: int) -> None:
+    """Raise if no input of the model has a row for each record, or if one is packed."""
+    shapes = shapes_of(inputs)
+    if shapes and not any(records in shape for shape in shapes):
+        raise Misuse(
+            "the model's rows are not the batch's records: no input has one row for each. Give it what private.loader "
+            "handed out, as it is; split a batch with private.loader.microbatches(n), and use other data under "
+            "torch.no_grad()."
+        )
+    refuse_packed(name, inputs)
+
+
+def refuse_packed(name: str, values: Any) -> None:
+    if packed_in(values):
+        raise UnsupportedModule(
+            f"module {name!r} is given or returns a packed sequence, in which the records have no dimension of their own. "
+            "Hand the model padded sequences and their lengths, pack them in its forward, and give them to nn.RNN, nn.LSTM "
+            "or nn.GRU alone."
+        )
+
+
+def refuse_hidden(name: str, output: Any) -> None:
+    if hides_tensors(output):
+        raise UnsupportedModule(
+            f"module {name!r} returns an object in which no tensor can be seen, so its gradient would be lost. Return a "
+            "tensor, or tensors in a tuple, a list, a dictionary or a dataclass."
+        )
+
+
+def shared_input(place: Place, shapes: Shapes, records: int) -> CliplessError:
+    got = ", ".join(written(shape, records) for shape in shapes) or "no tensor"
+    return UnsupportedModule(
+        f"module {place.name!r} has {got} as {place.side} for a batch of B records: its rows are not the records, so their "
+        "gradients cannot be told apart. Give it one row per record, in the first dimension (for positions: "
+        "positions.expand(len(x), -1)); split a batch with private.loader.microbatches(n), and use other data under "
+        "torch.no_grad()."
+    )
+
+
+def untold_rows(owner: str) -> CliplessError:
+    return UnsupportedModule(
+        f"module {owner!r} has rows that are not the records of the batch, and no seeded backward pass told whose they are: "
+        "the model returns the loss itself, or a part of it is checkpointed with use_reentrant=True. Compute one loss per "
+        "record from the model's output, call private.backward(losses), and checkpoint with use_reentrant=False."
+    )
+
+
+def rows_together(owner: str) -> CliplessError:
+    return UnsupportedModule(
+        f"module {owner!r} uses its parameters in an operation on rows that are not the records, and that does not take "
+        "every row by itself, so its gradient cannot be told apart by record. Give it one row per record, in the first "
+        "dimension."
+    )
+
+
+def left_the_model(name: str) -> CliplessError:
+    return UnsupportedModule(
+        f"module {name!r} handed out a tensor computed from its parameters alone, and it met the records outside the "
+        "model's forward, or in a part that is checkpointed with use_reentrant=True. Use it inside, return one row per "
+        "record, and checkpoint with use_reentrant=False."
+    )
+
+
+def in_place(owner: str, name: str) -> CliplessError:
+    """What to say where a module was given up and cannot be taken as a whole."""
+    return UnsupportedModule(
+        f"module {owner!r} uses its parameters in the in-place operation {name!r}, whose gradient cannot be told apart by "
+        "record. Compute a new tensor instead (torch.where, torch.cat, torch.stack, or the operation without the trailing "
+        "underscore)."
+    )
+
+
+def draws_at_random(name: str) -> CliplessError:
+    return UnsupportedModule(
+        f"module {name!r} has parameters of its own and draws random numbers (dropout) in its forward, so its gradient per "
+        "record cannot be computed again. Move the parameter into a small module of its own, or turn the randomness off."
+    )
+
+
+def not_its_own(parameter: str, module: nn.Module) -> CliplessError:
+    return UnsupportedModule(
+        f"parameter {parameter!r} is not one that {type(module).__name__} computes with in its own forward. For weight norm "
+        "and the like use torch.nn.utils.parametrizations."
+    )
+
+
+def interrupted(again: bool) -> CliplessError:
+    """Of a backward pass that an exception ended; `again` if the forward pass was repeated after it."""
+    if again:
+        return Misuse(
+            "backward() on a micro-batch was interrupted after a part of it had been added to the others: start again from "
+            "the last checkpoint, with smaller micro-batches."
+        )
+    return Misuse(
+        "backward() was interrupted by an exception: run the model on the same batch once more, then call backward()."
+    )
+
+
+def used_again(name: str) -> CliplessError:
+    return UnsupportedModule(
+        f"parameter {name!r} was used once more, by a part of the model that is checkpointed with use_reentrant=True, after "
+        "its gradient seemed complete. Checkpoint with use_reentrant=False."
+    )
+
+
+def rounded_mean() -> CliplessError:
+    return Misuse(
+        "a mean loss whose gradient has 16 bits: the division by the number of records is rounded, so that one record more "
+        "changes the share of every other. Call private.backward(losses) with one loss per record (reduction='none'), or "
+        "sum the losses and pass loss_reduction='sum'."
+    )
+
+
+def modes_changed() -> CliplessError:
+    return Misuse(
+        "train() or eval() was called between the forward pass and its backward(), so what is computed again for the "
+        "gradients of single records would not be the same. Call backward() first."
+    )
+
+
+def hidden_output(name: str) -> CliplessError:
+    return UnsupportedModule(
+        f"{name!r} returns an object in which no tensor is found, so nothing can be checked. Return tensors, or tuples, "
+        "lists, dictionaries or dataclasses of them."
+    )
+
+
+def stray_parameter(name: str) -> CliplessError:
+    return UnsupportedModule(
+        f"parameter {name!r} was used outside its module's forward, so its gradient cannot be told apart by record. Call "
+        "the module that owns it, or move the parameter into a small module with a forward of its own."
+    )

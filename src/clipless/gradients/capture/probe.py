@@ -1,0 +1,127 @@
+"""A probe: a forward pass on another number of records, of which only shapes are noted."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from clipless.gradients.capture.crossing import Crossing
+from clipless.gradients.capture.frames import Frame, OperationCounter, unseen_by_checkpoints
+from clipless.gradients.capture.hooks import Hooks
+from clipless.gradients.capture.layout import Place, dims_by_size
+from clipless.gradients.capture.model_map import Layer, ModelMap
+from clipless.gradients.capture.patterns import CallPattern
+from clipless.gradients.capture.refusals import refuse_module
+from clipless.gradients.capture.rows import Located, is_single, rows_of_operation
+from clipless.gradients.capture.traced import Traced, located_shapes
+from clipless.gradients.checks.records import leaves_of
+from clipless.gradients.randomness import random_state_kept
+from clipless.gradients.records import Reading, readings, resized, telling_multiples, telling_records, telling_sizes
+from clipless.gradients.trees import differentiable, opened, shapes_of
+
+
+def learn_pattern(
+    pattern: CallPattern, model: ModelMap, hooks: Hooks, module: nn.Module, inputs: tuple[Any, Any], records: int
+) -> None:
+    """Learn by probes where the records lie when the module is called like this; raises if it cannot be told."""
+    found = list(readings(inputs, records))
+    needed = telling_records(inputs, found[0]) if found else []
+
+    def run(reading: Reading, size: int) -> None:
+        Probe(pattern, model, size).run(hooks, module, resized(inputs, reading, size, needed))
+
+    sizes = telling_sizes(inputs, module, records, len(needed))
+    if not pattern.learn(run, found, sizes, partial(telling_multiples, inputs, module, records, len(needed))):
+        Probe(pattern, model, records).run(
+            hooks, module, inputs
+        )  # shows the model's own error, if that was the trouble
+        raise pattern.refusal()
+
+
+class Probe:
+    """Listens to one pass on `size` records."""
+
+    def __init__(self, pattern: CallPattern, model: ModelMap, size: int) -> None:
+        self._pattern, self._model, self._size = pattern, model, size
+        self._frames: list[Frame] = []
+        self._calls: dict[str, int] = {}
+        self._operations = OperationCounter()
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def run(self, hooks: Hooks, module: nn.Module, inputs: tuple[Any, Any]) -> None:
+        """Run the module on these inputs. Random state and parameters are left as they were."""
+        listener, hooks.listener = hooks.listener, self
+        self._pattern.layout.begin_pass(self._size)
+        try:
+            with random_state_kept(module), unseen_by_checkpoints():
+                output = module(*inputs[0], **inputs[1])
+            self._find_strays(output)
+        finally:
+            hooks.listener = listener
+            while self._frames:
+                self._frames.pop().put_back()
+
+    def enter(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the shapes that a module is given."""
+        refuse_module(layer.module, layer.name)
+        self._calls[layer.name] = self._calls.get(layer.name, 0) + 1
+        frame = Frame(layer, Place(layer.name, self._calls[layer.name]))
+        self._frames.append(frame)
+        self._pattern.layout.note(frame.place, shapes_of((args, kwargs)))
+        if len(self._frames) == 1 and self._pattern.strays:
+            frame.trace_strays(self._model, self._pattern.strays, self)
+        if layer.name in self._pattern.by_operation:
+            frame.trace_parameters(self._model.parameters, self)
+            return
+        if self._pattern.strays:
+            frame.lend_strays(self._pattern.strays, self._model.parameters)
+        for parameter in layer.parameters:
+            if parameter.requires_grad:
+                parameter.requires_grad = False
+                frame.turned_off.append(parameter)
+
+    def leave(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Note the shapes that a module returns. Returns the same output, in a graph that leads to the anchor."""
+        if not self._frames or self._frames[-1].layer is not layer:
+            return None
+        frame = self._frames.pop()
+        frame.put_back()
+        self._pattern.layout.note(frame.place.output(), shapes_of(opened(output), floating=True))
+        if not frame.turned_off or not torch.is_grad_enabled():
+            return None
+        return pytree.tree_map(self._anchored, output)
+
+    def _anchored(self, leaf: Any) -> Any:
+        plain = isinstance(leaf, Tensor) and leaf.is_floating_point() and not isinstance(leaf, Traced)
+        return leaf + self._anchor.to(leaf) if plain else leaf
+
+    def _find_strays(self, output: Any) -> None:
+        """Note the parameters that the output depends on although their modules' own use of them leaves no trace."""
+        names = {id(parameter): name for name, parameter in self._model.parameters.items()}
+        leaves = leaves_of(tensor for tensor in differentiable(output) if not isinstance(tensor, Traced))
+        self._pattern.layout.strays |= {names[id(leaf)] for leaf in leaves if id(leaf) in names}
+
+    def locate(self, owner: str, operands: list[Any], results: list[Tensor]) -> Located:
+        """Note the shapes of an operation, and tell by size where the records lie."""
+        inside = self._frames[-1].place if self._frames else Place("", 0)
+        place = self._operations.place(owner, inside)
+        shapes, result_shapes = located_shapes(operands, results)
+        self._pattern.layout.note(place, shapes)
+        self._pattern.layout.note(place._replace(side="result"), result_shapes)
+        if owner in self._pattern.routed:
+            if is_single(operands):
+                self._pattern.layout.give_up(owner)
+            return rows_of_operation(operands, results)
+        multiples = self._pattern.multiples
+        dims, out_dims = (dims_by_size(some, self._size, multiples) for some in (shapes, result_shapes))
+        return Located(dims, out_dims)
+
+    def tap(self, crossing: Crossing, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """Nothing is tapped in a probe."""
+        return tuple(outputs)
+
+    def give_up(self, owner: str, operation: str) -> None:
+        """The module is taken as a whole."""
+        self._pattern.layout.give_up(owner)

@@ -1,0 +1,120 @@
+"""Modules that cannot be bounded per record, because they mix records or keep something of them, refused by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from clipless.errors import Misuse, UnsupportedModule
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A kind of module that is refused: which, in what state, why, and what to do instead. `applies` is asked of modules of
+    these kinds only."""
+
+    what: str
+    kinds: tuple[type[nn.Module], ...]
+    applies: Callable[[Any], bool]
+    why: str
+    remedy: str
+
+
+def _mixes_the_batch(module: _BatchNorm) -> bool:
+    return module.training or module.running_mean is None
+
+
+def _tracks_statistics(module: _InstanceNorm) -> bool:
+    return module.training and module.track_running_stats
+
+
+def _rescales_rows(module: nn.Embedding | nn.EmbeddingBag) -> bool:
+    return module.max_norm is not None
+
+
+def _divides_by_counts(module: nn.Embedding | nn.EmbeddingBag) -> bool:
+    return module.scale_grad_by_freq
+
+
+def _always(module: nn.Module) -> bool:
+    return True
+
+
+REFUSALS = (
+    Refusal(
+        "ScriptModule, scripted or traced",
+        (torch.jit.ScriptModule,),
+        _always,
+        "is compiled by TorchScript, which runs where no hook can see it",
+        "Use the module that it was made from",
+    ),
+    Refusal(
+        "BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm in training mode or without running statistics",
+        (_BatchNorm,),
+        _mixes_the_batch,
+        "mixes records, so no per-record bound exists",
+        "Replace it with GroupNorm (clipless.replace_batchnorm(model)) or put it in eval mode (with running statistics) "
+        "and keep it there: model.train() turns it on again",
+    ),
+    Refusal(
+        "InstanceNorm1d, InstanceNorm2d, InstanceNorm3d with running statistics in training mode",
+        (_InstanceNorm,),
+        _tracks_statistics,
+        "keeps running statistics of the training records, which no noise protects",
+        "Build it with track_running_stats=False",
+    ),
+    Refusal(
+        "Embedding, EmbeddingBag with max_norm",
+        (nn.Embedding, nn.EmbeddingBag),
+        _rescales_rows,
+        "has max_norm, which rescales the rows that the records use, without noise",
+        "Build it with max_norm=None",
+    ),
+    Refusal(
+        "Embedding, EmbeddingBag with scale_grad_by_freq",
+        (nn.Embedding, nn.EmbeddingBag),
+        _divides_by_counts,
+        "has scale_grad_by_freq, which divides by counts over the whole batch and so mixes records",
+        "Build it with scale_grad_by_freq=False",
+    ),
+)
+
+
+# Most modules are of none of these kinds.
+_SUSPECTS = tuple(kind for refusal in REFUSALS for kind in refusal.kinds)
+
+
+def refuse_compiled(module: nn.Module, name: str) -> None:
+    """Raise if the module was compiled by torch.compile, or by its own `compile`."""
+    wrapped = type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+    if wrapped or module._compiled_call_impl is not None:
+        raise UnsupportedModule(f"{name!r} is compiled by torch.compile, which {_NO_HOOKS}")
+
+
+_NO_HOOKS = (
+    "leaves out the hooks that tell the gradients of single records apart. Train the model it was made from "
+    "(model._orig_mod of torch.compile(model)); to evaluate, compile a copy (copy.deepcopy(model))."
+)
+
+
+def compiled_pass() -> Misuse:
+    """What to raise where torch.compile runs the model."""
+    return Misuse(f"the model is run by torch.compile, which {_NO_HOOKS}")
+
+
+def may_be_refused(module: nn.Module) -> bool:
+    """Whether the module is of a kind that is refused in some mode."""
+    return isinstance(module, _SUSPECTS)
+
+
+def refuse_module(module: nn.Module, name: str) -> None:
+    """Raise if the module, in its present mode, mixes the records of a batch or keeps statistics of them."""
+    if not isinstance(module, _SUSPECTS):
+        return
+    for refusal in REFUSALS:
+        if isinstance(module, refusal.kinds) and refusal.applies(module):
+            raise UnsupportedModule(f"{type(module).__name__} {name!r} {refusal.why}. {refusal.remedy}.")

@@ -1,0 +1,172 @@
+"""Parameters that a module uses outside any known layer: class tokens, positions, scales, attention.
+
+While its module runs, such a parameter is replaced by a `Traced` tensor: the same value, known to carry no records. What is
+computed from traced tensors alone is traced too. Where one meets the records, that operation is tapped: the gradient of its
+output, pulled back record by record, is the parameter's per-sample gradient.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from clipless.errors import UnsupportedModule
+from clipless.gradients.capture.attention import multi_head_attention
+from clipless.gradients.capture.crossing import PLAIN, RECORDS, TRACED, Crossing, Root
+from clipless.gradients.capture.rows import Located
+from clipless.gradients.capture.writes import WRITES
+from clipless.gradients.trees import Dims, Shapes, differentiable
+
+Function = Callable[..., Any]
+
+
+class Operations(Protocol):
+    """Who decides what becomes of operations on traced tensors."""
+
+    def locate(self, owner: str, operands: list[Any], results: list[Tensor]) -> Located:
+        """Where the records lie in an operation's operands, tensors and sizes, and in its results."""
+
+    def tap(self, crossing: Crossing, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """The results of an operation in which traced tensors meet the records, tapped."""
+
+    def give_up(self, owner: str, operation: str) -> None:
+        """The module cannot be taken operation by operation. Returns only if it may still be taken as a whole."""
+
+
+class Traced(Tensor):
+    """A tensor computed from parameters alone. Every operation on it goes through `__torch_function__`."""
+
+    value: Tensor
+    roots: tuple[Root, ...]
+    operations: Operations
+
+    @staticmethod
+    def of(value: Tensor, roots: tuple[Root, ...], operations: Operations) -> "Traced":
+        traced = Tensor._make_subclass(Traced, value.detach())
+        traced.value, traced.roots, traced.operations = value, roots, operations
+        return traced
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.multi_head_attention_forward:
+            return multi_head_attention(*args, **kwargs)
+        if func in _CASTS and isinstance(args[0], Traced):
+            args, kwargs = _cast(args, kwargs)
+        if torch.is_grad_enabled() and _in_place(func, kwargs):
+            return _write(func, args, kwargs)
+        return _operation(func, args, kwargs)
+
+
+def root(name: str, owner: str, parameter: Tensor, operations: Operations) -> Traced:
+    """A parameter's stand-in while its module runs."""
+    leaf = Root(name, owner, parameter.detach().requires_grad_())
+    return Traced.of(leaf.value, (leaf,), operations)
+
+
+_CASTS = {Tensor.to, Tensor.type_as}
+
+
+def _cast(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """`to(x)` and `type_as(x)` look at x's type and device, not at its records."""
+    looks = [x for x in args[1:] if isinstance(x, Tensor)]
+    if not looks:
+        return args, kwargs
+    rest = tuple(x for x in args[1:] if not isinstance(x, Tensor))
+    return (args[0], looks[0].device, looks[0].dtype, *rest), kwargs
+
+
+def _in_place(func: Function, kwargs: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+
+
+def _write(func: Function, args: Any, kwargs: Any) -> Any:
+    """Write traced tensors into one with records: they are spread over these, which is tapped, and written as they are.
+
+    A target without records would have to become traced, and so would all that look at its memory: given up.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    traced = next(leaf for leaf in leaves if isinstance(leaf, Traced))
+    owner, target = traced.roots[0].owner, args[0]
+    learns = isinstance(target, Traced) or not isinstance(target, Tensor) or target.is_floating_point()
+    if learns and func in WRITES and not isinstance(target, Traced):
+        (dim,), *_ = traced.operations.locate(owner, [target], [target])
+        if dim is not None:
+            return WRITES[func](target, dim, *args[1:], **kwargs)
+    if learns:
+        traced.operations.give_up(owner, getattr(func, "__name__", ""))
+    with torch._C.DisableTorchFunctionSubclass():
+        return _run(func, [leaf.value.detach().clone() if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
+
+
+def _operation(func: Function, args: Any, kwargs: Any) -> Any:
+    """Run an operation on traced tensors: tapped where it has records, else differentiable towards the parameters."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    traced = [leaf for leaf in leaves if isinstance(leaf, Traced)]
+    operations = traced[0].operations
+    plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Traced)]
+    sizes = [leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)]
+    owner = traced[0].roots[0].owner
+    with torch._C.DisableTorchFunctionSubclass():
+        result = _run(func, [leaf.value.detach() if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
+        outputs = differentiable(result)
+        if not outputs or not torch.is_grad_enabled():
+            return result
+        dims, out_dims, rows = operations.locate(owner, [*plain, *sizes], outputs)
+        if out_dims[0] is not None and outputs[0].numel() == 0 and rows == 0:
+            return result  # no row came here, so no gradient will
+        if out_dims[0] is not None:
+            size_dims = iter(dims[len(plain) :])
+            marked = [_mark(leaf, size_dims) for leaf in leaves]
+            kept = [tensor.detach() for tensor in plain]
+            crossing = Crossing(func, marked, spec, list(traced), kept, dims[: len(plain)], out_dims)
+            crossing.rows = rows
+            return _replaced(result, lambda outs: operations.tap(crossing, outs))
+        result = _run(func, [leaf.value if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
+        if not any(output.requires_grad for output in differentiable(result)):
+            return result
+    roots = tuple({id(r): r for tensor in traced for r in tensor.roots}.values())
+    return _replaced(result, lambda outs: tuple(Traced.of(out, roots, operations) for out in outs))
+
+
+def _run(func: Function, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return func(*args, **kwargs)
+
+
+def _replaced(result: Any, change: Callable[[list[Tensor]], tuple[Tensor, ...]]) -> Any:
+    leaves, spec = pytree.tree_flatten(result)
+    changed = iter(change(differentiable(result)))
+    floating = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
+    return pytree.tree_unflatten([next(changed) if f else leaf for leaf, f in zip(leaves, floating, strict=True)], spec)
+
+
+def refuse_mixing(owner: str, operands: list[Any], dims: Dims, out_dims: Dims) -> None:
+    """Every result has its records apart, or no operand has any and none was reduced over them before."""
+    apart = [dim is not None for dim in out_dims]
+    tensors = [(x, dim) for x, dim in zip(operands, dims, strict=True) if isinstance(x, Tensor)]
+    if all(apart) or not (any(apart) or any(dim is not None or x.requires_grad for x, dim in tensors)):
+        return
+    raise UnsupportedModule(
+        f"module {owner!r} mixes the records where they meet its parameters, so their gradients cannot be told apart. Keep "
+        "one row per record in every result."
+    )
+
+
+def located_shapes(operands: list[Any], results: list[Tensor]) -> tuple[Shapes, Shapes]:
+    """The shapes of an operation's operands, a size counting as a tensor of one dimension, and of its results."""
+    shapes = tuple(x.shape if isinstance(x, Tensor) else torch.Size([max(x, 0)]) for x in operands)
+    return shapes, tuple(result.shape for result in results)
+
+
+def _mark(leaf: Any, size_dims: Any) -> Any:
+    if isinstance(leaf, Traced):
+        return TRACED
+    if isinstance(leaf, Tensor):
+        return PLAIN
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        return leaf if next(size_dims) is None else RECORDS
+    return leaf

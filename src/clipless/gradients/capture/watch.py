@@ -1,0 +1,162 @@
+"""What a batch writes into the model: parameters, buffers and tensors kept as attributes, which no noise would protect."""
+
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+
+from clipless.errors import Misuse, UnsupportedModule
+from clipless.gradients.layers.rule import reweighted
+
+_VERSION = attrgetter("_version")
+
+
+def watched_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tensor]:
+    """All buffers but those of spectral norm, whose power iteration looks at the weights and never at a record."""
+    found = {}
+    for path, module in modules:
+        if module._buffers and not isinstance(module, _SpectralNorm):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+class StateWatch:
+    """Notices parameters and buffers that are written to, or replaced, while a batch is open.
+
+    torch counts what is written to a tensor, but not what is written through its `data`. So now and then contents are
+    compared as well, also those of tensors that are attributes, and then what was found changed is put back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.named_modules())
+        self._parameters = dict(model.named_parameters())
+        self._tensors: dict[str, Tensor] = {}
+        self._versions: list[int] = []
+        self._values: dict[str, Tensor] = {}
+        self._attributes: dict[tuple[str, str], Tensor] = {}
+        self.is_open = False
+
+    def open(self, closely: bool) -> None:
+        """Note everything as it is, with its contents or without."""
+        self._tensors = {**self._parameters, **watched_buffers(self._modules)}
+        self._versions = list(map(_VERSION, self._tensors.values()))
+        self._values = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if closely else {}
+        self._attributes = {where: tensor.detach().clone() for where, tensor in self._own()} if closely else {}
+        self.is_open = True
+
+    def close(self) -> None:
+        """The batch is over: whatever is written now is no business of it."""
+        self._tensors, self._versions, self._values, self._attributes, self.is_open = {}, [], {}, {}, False
+
+    def refuse_pass(self, records: int) -> None:
+        """Raise if a forward pass has left anything in the model."""
+        name = self._changed()
+        if name is not None:
+            self._put_back()
+            raise UnsupportedModule(
+                f"{self._kind(name)} {name!r} changes during a training forward pass, which would store the records without "
+                "noise. Turn off what tracks statistics or sets weights from data there, or put that module in eval mode."
+            )
+        if self._attributes:
+            self._refuse_attributes(records)
+
+    def refuse_step(self) -> None:
+        """Raise if anything in the model was written to since the batch was opened."""
+        name = self._changed()
+        if name is not None:
+            raise Misuse(
+                f"{self._kind(name)} {name!r} was written to between the batch and its step: what the records leave there, "
+                "no noise protects. Change weights and averages after optimizer.step(), before the next batch, and run "
+                "the model in eval mode on anything else."
+            )
+
+    def _changed(self) -> str | None:
+        """The first parameter or buffer that is not what it was, if any."""
+        tensors = self._tensors
+        for name, buffer in watched_buffers(self._modules).items():
+            if tensors.get(name) is not buffer:
+                return name
+        if list(map(_VERSION, tensors.values())) != self._versions:
+            pairs = zip(tensors.items(), self._versions, strict=True)
+            return next(name for (name, tensor), version in pairs if tensor._version != version)
+        for name, value in self._values.items():
+            if not _equal(tensors[name].detach(), value):
+                return name
+        return None
+
+    def _kind(self, name: str) -> str:
+        return "parameter" if name in self._parameters else "buffer"
+
+    def _put_back(self) -> None:
+        owners = dict(self._modules)
+        for name, value in self._values.items():
+            self._tensors[name].data.copy_(value)
+            owner, _, own_name = name.rpartition(".")
+            if name not in self._parameters:
+                owners[owner]._buffers[own_name] = self._tensors[name]
+
+    def _own(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        for path, module in self._modules:
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and not reweighted(module, name):
+                    yield (path, name), value
+
+    def _refuse_attributes(self, records: int) -> None:
+        """A tensor kept as an attribute may hold what the last pass computed; one that goes on from what it was may not."""
+        now = dict(self._own())
+        for (path, name), value in self._attributes.items():
+            found = now.get((path, name))
+            if found is None:
+                continue
+            last_pass = found.requires_grad or records in found.shape or found.shape != value.shape
+            if not last_pass and not _equal(found, value):
+                raise UnsupportedModule(
+                    f"module {path or '(model)'!r} keeps a tensor in its attribute {name!r} that changes during a training "
+                    "forward pass, such as a moving average: it would store the records without noise. Keep nothing of "
+                    "the records in forward."
+                )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Number by number; NaN is like NaN."""
+    return torch.equal(one, other) or (one.shape == other.shape and bool(((one == other) | (one != one)).all()))
+
+
+class StructureWatch:
+    """Notices modules and parameters that a model gets, and parameters that become trainable, after it was opened."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._contents: list[tuple[str, nn.Module, list[int]]] = []
+        self._frozen: dict[str, nn.Parameter] = {}
+
+    def open(self) -> None:
+        """Note the model as it is."""
+        self._contents = [
+            (name or "(model)", module, _contents(module)) for name, module in self._model.named_modules()
+        ]
+        self._frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
+
+    def refuse_changes(self) -> None:
+        """Raise if the model consists of anything else now."""
+        for name, module, contents in self._contents:
+            if [*map(id, module._modules.values()), *map(id, module._parameters.values())] != contents:
+                raise Misuse(
+                    f"module {name!r} got another child or parameter after make_private, which clipless does not watch: "
+                    "build the model first, then call make_private, or detach() and attach anew."
+                )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise became_trainable(name)
+
+
+def became_trainable(name: str) -> Misuse:
+    return Misuse(f"parameter {name!r} became trainable after make_private: freeze it, or attach anew.")
+
+
+def _contents(module: nn.Module) -> list[int]:
+    return [*map(id, module._modules.values()), *map(id, module._parameters.values())]

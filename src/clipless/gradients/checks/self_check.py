@@ -1,0 +1,169 @@
+"""Which forward passes are checked, what is noted of them, and the tap on their output from which the checks start."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from clipless.gradients.checks.passes import ForwardPass, Rerun
+from clipless.gradients.checks.records import RecordsCheck
+from clipless.gradients.checks.seeds import sketch
+from clipless.gradients.checks.totals import refuse_coupled, refuse_dependent, refuse_lost
+from clipless.gradients.randomness import own_generators
+from clipless.gradients.records import Reading
+from clipless.gradients.trees import Dims
+
+
+class CheckSchedule:
+    """When a run checks itself, besides at whatever is new: at the first two batches that can show whether records mix, then
+    at the fourth, the eighth and so on. Batches without records do not count.
+
+    >>> schedule = CheckSchedule()
+    >>> [schedule.due(records) for records in (0, 1, 5, 5, 5, 5, 5, 5, 5, 5)]
+    [False, True, True, True, False, True, False, False, False, True]
+    """
+
+    def __init__(self) -> None:
+        self._met = 0
+
+    def due(self, records: int) -> bool:
+        """Whether to check a part of so many records."""
+        if records > 1:
+            self._met += 1
+        return records > 0 and self._met & (self._met - 1) == 0
+
+
+class Checked(Protocol):
+    """A micro-batch, as far as its check is concerned."""
+
+    records: int
+    averaged: bool
+    due: bool
+    check: RecordsCheck | None
+    done: bool
+
+
+class SelfCheck:
+    """If it is `active`, passes that are due, or that go through something new, are checked.
+
+    A step through a model is a call of a module, after another one, on inputs of certain ranks. Steps are `seen` once they
+    were in a check of the records, and `compared` once they were also in a check of the totals, which needs a pass that was
+    noted from its beginning.
+
+    `run` makes a backward pass whose gradients go to a trial, `receive` gets the gradients that arrive at a checked output,
+    and inside `silenced()` modules run plainly.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        run: Callable[..., None],
+        receive: Callable[..., None],
+        silenced: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.active = False
+        self._schedule = CheckSchedule()
+        self._generators = own_generators(modules)
+        self._run, self._receive, self._silenced = run, receive, silenced
+        self._seen: set[object] = set()
+        self._compared: set[object] = set()
+        self._checked: list[Checked] = []
+        self._waiting: list[ForwardPass] = []
+        self._number = 0
+
+    def due(self, records: int) -> bool:
+        """Whether a new micro-batch, of so many records, is checked in any case."""
+        if self._checked:
+            self._collect()
+        self._number += 1
+        return self.active and self._schedule.due(records)
+
+    def begin(
+        self, module: nn.Module, name: str, inputs: tuple[Any, Any], micro: Checked, reading: Reading, square: bool
+    ) -> ForwardPass:
+        """A pass through the outermost module begins."""
+        owing = len(self._seen) > len(self._compared)
+        closely = self.active and micro.records > 0 and (micro.due or owing)
+        rerun = Rerun.of(module, inputs, self._generators) if closely else None
+        return ForwardPass(name, micro.records, reading, square, rerun=rerun)
+
+    def wanted(self, forward_pass: ForwardPass, micro: Checked) -> bool:
+        """Whether a pass that has come to its end is checked."""
+        if forward_pass.routed:
+            return True
+        known = self._compared if forward_pass.rerun else self._seen
+        return self.active and (micro.due or not forward_pass.steps <= known)
+
+    def end(self, forward_pass: ForwardPass, micro: Checked, output: Any, dims: Dims) -> Any:
+        """The output of a pass that is checked, with a tap on it; `dims` are those of its floating-point tensors."""
+        leaves, spec = pytree.tree_flatten(output)
+        floating = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        places = [k for k in floating if leaves[k].requires_grad]
+        if not places:
+            forward_pass.hidden = True
+            return output
+        if micro.check is None:
+            micro.check = RecordsCheck(micro.records, self._number, self._run)
+            self._checked.append(micro)
+        micro.check.forward_passes.append(forward_pass)
+        micro.check.names_rows |= forward_pass.routed
+        forward_pass.places = [floating.index(k) for k in places]
+        forward_pass.outputs = tuple(leaves[k] for k in places)
+        forward_pass.out_dims = tuple(dims[k] for k in forward_pass.places)
+        pairs = zip(forward_pass.outputs, forward_pass.out_dims, strict=True)
+        forward_pass.values = [sketch(output, dim or 0) for output, dim in pairs]
+        forward_pass.drawn = forward_pass.rerun.now() if forward_pass.rerun else None
+        receive = partial(self._receive, micro, forward_pass)
+        tapped = OutputTap.apply(receive, *forward_pass.outputs)  # type: ignore[no-untyped-call]
+        for k, value in zip(places, tapped, strict=True):
+            leaves[k] = value
+        return pytree.tree_unflatten(leaves, spec)
+
+    def forget(self) -> None:
+        """A new logical batch begins: compare nothing of the last."""
+        self._checked, self._waiting = [], []
+
+    def compare(self, parameters: dict[str, nn.Parameter]) -> int:
+        """Raise if plain autograd finds another gradient for the passes that wait, or if some records' outputs depend
+        on other records. Returns the number of passes."""
+        if self._checked:
+            self._collect()
+        waiting, self._waiting = self._waiting, []
+        for forward_pass in waiting:
+            if forward_pass.rerun is not None:
+                with self._silenced():
+                    refuse_coupled(forward_pass, forward_pass.averaged)
+                    refuse_dependent(forward_pass)
+                    refuse_lost(forward_pass, parameters)
+                self._compared |= forward_pass.steps
+        return len(waiting)
+
+    def _collect(self) -> None:
+        """Where the backward pass is over, so is the check of the records; the totals wait to be compared."""
+        for micro in self._checked:
+            for forward_pass in micro.check.forward_passes if micro.check and micro.done else ():
+                if forward_pass.grads is not None:
+                    self._seen |= forward_pass.steps
+                    forward_pass.outputs, forward_pass.averaged = (), micro.averaged
+                    self._waiting.append(forward_pass)
+        self._checked = []
+
+
+class OutputTap(torch.autograd.Function):
+    """Identity on the outputs of the outermost module in a checked pass: no gradient goes further before the check is done.
+    Outputs at which no gradient arrives have None."""
+
+    @staticmethod
+    def forward(ctx: Any, receive: Callable[[tuple[Tensor | None, ...]], None], *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.receive = receive
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.receive(grads)
+        return (None, *grads)

@@ -1,0 +1,74 @@
+"""The engine as one pure call."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from clipless.clipped import ClippedSum, LossFunction
+from clipless.clipping import Clipping, as_clipping
+from clipless.errors import InvalidArgument
+from clipless.gradients.capture.watch import StateWatch
+from clipless.gradients.engine import Engine
+from clipless.gradients.kernels import Kernels
+from clipless.gradients.randomness import random_state_kept
+from clipless.partition import partition
+
+
+def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: str | Clipping = "auto-s") -> ClippedSum:
+    """The sum over the batch of each record's clipped gradient: no noise, no division, nothing private about it.
+
+    `loss_fn(model, batch)` returns one loss per record. The model is left as it was, also if it is refused.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> result = clipped_sum(model, lambda m, x: m(x)[:, 0], torch.tensor([[3.0, 4.0], [0.0, 0.5]]), "abadi")
+    >>> result.grads["weight"], result.norms
+    (tensor([[0.6000, 1.3000]]), tensor([[5.0000, 0.5000]]))
+    """
+    how = as_clipping(clipping)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    groups = partition(how.groups, names)
+    thresholds = how.start(len(groups))
+    kept_norms: list[Tensor] = []
+
+    def factors(norms: Tensor, groups: Sequence[int]) -> Tensor:
+        return how.rule(norms, thresholds[groups].to(norms))
+
+    engine = Engine(model, groups, factors, kept_norms.append, Kernels())
+    try:
+        engine.attach()
+        watch = StateWatch(model)
+        watch.open(closely=True)
+        records = count_records(model, loss_fn, batch)
+        watch.refuse_pass(records)
+        if records:
+            engine.open(records, averaged=False)
+            per_record_losses(loss_fn, model, batch, records).sum().backward()
+    finally:
+        engine.detach()
+    return ClippedSum(engine.complete(), kept_norms[0] if kept_norms else torch.zeros(len(groups), records))
+
+
+def per_record_losses(loss_fn: LossFunction, model: nn.Module, batch: Any, records: int) -> Tensor:
+    losses = loss_fn(model, batch)
+    if not isinstance(losses, Tensor) or losses.shape != (records,):
+        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise InvalidArgument(f"loss_fn must return one loss per record, a tensor of shape ({records},), got {got}.")
+    return losses
+
+
+def count_records(model: nn.Module, loss_fn: LossFunction, batch: Any) -> int:
+    """How many records a batch has: the number of losses it gives, found without gradients; 0 if it has no rows."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if leaves and leaves[0].shape[0] == 0:
+        return 0
+    with torch.no_grad(), random_state_kept(model):
+        losses = loss_fn(model, batch)
+    if not isinstance(losses, Tensor) or losses.dim() != 1:
+        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise InvalidArgument(
+            f"loss_fn must return one loss per record, a tensor of shape (B,), got {got}: use reduction='none'."
+        )
+    return len(losses)

@@ -1,0 +1,52 @@
+"""Forms: one parameter's share of the gradient, record by record, in whichever form is cheap to hold."""
+
+from clipless.gradients.forms.combine import combine
+from clipless.gradients.forms.dense import (
+    Addend,
+    Instantiated,
+    OuterProducts,
+    add_all,
+    can_wait,
+    kept,
+    product_methods,
+    scaled,
+    sq_norm,
+    sq_norms_of,
+    weighted_sum,
+)
+from clipless.gradients.forms.form import Cost, Form, NoChoice
+from clipless.gradients.forms.rearranged import Rearranged
+from clipless.gradients.forms.routed import Routed, by_record
+from clipless.gradients.forms.scattered import Scattered
+from clipless.gradients.forms.scratch import empty, forget
+from clipless.gradients.forms.stacked import Stacked, transposed
+from clipless.gradients.forms.tied import Tied
+from clipless.native.rows import widest
+
+__all__ = [
+    "Addend",
+    "Cost",
+    "Form",
+    "Instantiated",
+    "NoChoice",
+    "OuterProducts",
+    "Rearranged",
+    "Routed",
+    "Scattered",
+    "Stacked",
+    "Tied",
+    "add_all",
+    "by_record",
+    "can_wait",
+    "combine",
+    "empty",
+    "forget",
+    "kept",
+    "product_methods",
+    "scaled",
+    "sq_norm",
+    "sq_norms_of",
+    "transposed",
+    "weighted_sum",
+    "widest",
+]

@@ -1,0 +1,237 @@
+"""Dense per-sample gradients: written out, or as sums of outer products, as for the weight of a linear layer.
+
+Many that are written out are read in one call for all of them. Index legend: b record, t position, i in, o out.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from clipless.gradients.forms.cancellation import never_too_small
+from clipless.gradients.forms.form import Cost, Form, NoChoice
+from clipless.gradients.forms.scratch import LARGE, empty
+from clipless.native.rows import Weighted, add_rows, squared_lengths, widest
+
+FEW = 2**14
+# Gradients computed once more in float64 are written out for so many numbers at a time.
+AT_ONCE = 2**22
+
+
+@dataclass(eq=False, repr=False)
+class Instantiated(NoChoice):
+    """Per-sample gradients written out, [b, *shape]: norm and weighted sum read the same buffer."""
+
+    grads: Tensor
+
+    def __len__(self) -> int:
+        return self.grads.shape[0]
+
+    @cached_property
+    def sq_norms(self) -> Tensor:
+        return sq_norm(self.grads)
+
+    def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
+        add_rows([Weighted(total.view(-1), self.grads.reshape(len(self.grads), -1), factors, beta)])
+
+    def per_record(self) -> Tensor:
+        return self.grads
+
+    def keep(self, mask: Tensor) -> "Instantiated":
+        return Instantiated(kept(self.grads, mask))
+
+    def rows(self, some: slice) -> "Instantiated":
+        return Instantiated(self.grads[some])
+
+
+@lru_cache(maxsize=4096)
+def product_methods(b: int, t: int, i: int, o: int, size: int) -> Mapping[str, Cost]:
+    """The methods to sums of outer products, for numbers of `size` bytes. With one position there is nothing to choose."""
+    sums = 2.0 * b * t * i * o
+    if t == 1:
+        return {"ghost": Cost(sums, float(size * b * (i + o)), calls=6, held=size * b * o)}
+    grams = 2.0 * b * t * t * (i + o)
+    moved = size * b * (4 * t * t + 2 * t * min(i, o))
+    return {
+        "ghost": Cost(grams + sums, moved, calls=16 + 2 * b, held=size * b * t * o),
+        "written": Cost(sums, 3.0 * size * b * i * o, calls=4 + b, held=size * b * i * o),
+    }
+
+
+@dataclass(eq=False, repr=False)
+class OuterProducts:
+    """g_b = Σ_t grads[b,t]ᵀ acts[b,t]: norms from Gram matrices, or everything written out.
+
+    A `twin` has the very same grads: what is computed of them alone is computed once. So has `summed`, over positions.
+    """
+
+    acts: Tensor  # [b,t,i]
+    grads: Tensor  # [b,t,o]
+    twin: "OuterProducts | None" = None
+    summed: Instantiated | None = None
+
+    def __len__(self) -> int:
+        return self.acts.shape[0]
+
+    @cached_property
+    def sq_norms(self) -> Tensor:
+        if self.acts.shape[1] == 1:
+            return sq_norm(self.acts) * (sq_norm(self.grads) if self.summed is None else self.summed.sq_norms)
+        squares, lengths, lost = self.ghost
+        return never_too_small(squares, lengths, self.acts.dtype, self._exact, lost)
+
+    def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
+        acts, grads = self.acts, self.grads
+        if acts.shape[2] < grads.shape[2]:
+            acts = scaled(acts, factors)
+        else:
+            grads = scaled(grads, factors)
+        if acts.shape[1] == 1:
+            torch.addmm(total, grads.squeeze(1).mT, acts.squeeze(1), beta=beta, out=total)
+            return
+        if grads.stride(0) < grads.stride(1):  # positions first in memory: no copy if they are taken in that order
+            acts, grads = acts.transpose(0, 1), grads.transpose(0, 1)
+        torch.addmm(total, grads.flatten(0, 1).mT, acts.flatten(0, 1), beta=beta, out=total)
+
+    def per_record(self) -> Tensor:
+        b, _, o = self.grads.shape
+        return torch.bmm(self.grads.mT, self.acts, out=empty((b, o, self.acts.shape[2]), self.acts))  # [b,o,i]
+
+    def keep(self, mask: Tensor) -> "OuterProducts":
+        return OuterProducts(kept(self.acts, mask), kept(self.grads, mask))
+
+    def rows(self, some: slice) -> "OuterProducts":
+        return OuterProducts(self.acts[some], self.grads[some])
+
+    def methods(self) -> Mapping[str, Cost]:
+        b, t, i = self.acts.shape
+        return {} if t == 1 else product_methods(b, t, i, self.grads.shape[2], self.acts.element_size())
+
+    def by(self, method: str) -> Form:
+        return self if method == "ghost" else Instantiated(self.per_record())
+
+    @cached_property
+    def _gram_of_grads(self) -> Tensor:
+        return self.grads @ self.grads.mT if self.twin is None else self.twin._gram_of_grads
+
+    @cached_property
+    def ghost(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Squared norms from two Gram matrices, T×T, the lengths of all positions together, and where digits may be lost to
+        underflow, all [b]."""
+        wide, tiny = widest(self.acts.device), torch.finfo(self.acts.dtype).tiny
+        gram_a, gram_g = self.acts @ self.acts.mT, self._gram_of_grads
+        squares = torch.linalg.vecdot(gram_a.flatten(1), gram_g.flatten(1)).to(wide)
+        own_a, own_g = (gram.diagonal(dim1=1, dim2=2).to(wide).clamp(min=0) for gram in (gram_a, gram_g))
+        lengths = (own_a * own_g).sqrt().sum(1)
+        _, t, i = self.acts.shape
+        error = tiny * t * t * max(i, self.grads.shape[2]) * (own_a.amax(1) + own_g.amax(1))
+        lost = squares < 1e4 * error
+        if lost.any():
+            lost &= (self.grads != 0).flatten(1).any(1)  # nothing was lost of nothing
+        return squares, lengths, lost
+
+    def _exact(self, which: Tensor) -> Tensor:
+        """Squared norms of some records, from their gradients in float64."""
+        some, wide = which.nonzero().flatten(), widest(self.acts.device)
+        size = max(1, AT_ONCE // (self.acts.shape[2] * self.grads.shape[2]))
+        return torch.cat([sq_norm(self.grads[few].to(wide).mT @ self.acts[few].to(wide)) for few in some.split(size)])
+
+
+class Addend(NamedTuple):
+    """What a form adds to its parameter's sum."""
+
+    form: Form
+    total: Tensor
+    factors: Tensor  # [b]
+    beta: int
+
+
+def can_wait(form: Form, size: int) -> bool:
+    """Whether the norms come from tensors of fewer bytes each, which are better read in one call with those of others."""
+    if isinstance(form, Instantiated):
+        return form.grads.nbytes < size
+    return _is_one_product(form) and form.acts.nbytes < size and form.grads.nbytes < size
+
+
+def _is_one_product(form: Form) -> TypeGuard[OuterProducts]:
+    """Whether g_b is one outer product, whose length is the product of two."""
+    return isinstance(form, OuterProducts) and form.acts.shape[1] == 1
+
+
+def sq_norms_of(forms: Sequence[Form]) -> tuple[list[int], Tensor]:
+    """‖g_b‖² of every form and record, [n,b], and which form each row is of. What is not known yet is read in one call, if
+    it is written out or one outer product."""
+    written: dict[int, Instantiated] = {}
+    products: dict[int, OuterProducts] = {}
+    known: dict[int, Tensor] = {}
+    for k, form in enumerate(forms):
+        if isinstance(form, Instantiated) and "sq_norms" not in vars(form):
+            written[k] = form
+        elif _is_one_product(form) and "sq_norms" not in vars(form):
+            products[k] = form
+        else:
+            known[k] = form.sq_norms
+    found = _read_at_once(list(written.values()), list(products.values())) if written or products else []
+    found += [torch.stack(list(known.values()))] if known else []
+    return [*written, *products, *known], found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _read_at_once(written: list[Instantiated], products: list[OuterProducts]) -> list[Tensor]:
+    """Squared norms of all that are written out, then of all products, [n,b] each; those of gradients that both have are
+    computed once."""
+    rows = [form.grads.reshape(len(form.grads), -1) for form in written]
+    places, of_grads = {id(form): k for k, form in enumerate(written)}, []
+    for product in products:
+        of_grads.append(places.get(id(product.summed), len(rows)))
+        if of_grads[-1] == len(rows):
+            rows.append(product.grads.flatten(1))
+    lengths = squared_lengths(rows + [product.acts.flatten(1) for product in products])
+    found = [lengths[: len(written)]] if written else []
+    if products:
+        adjoining = of_grads == list(range(of_grads[0], of_grads[0] + len(products)))
+        grads = lengths[of_grads[0] : of_grads[0] + len(products)] if adjoining else lengths[of_grads]
+        found.append(lengths[len(rows) :] * grads)
+    return found
+
+
+def add_all(addends: Iterable[Addend]) -> None:
+    """Add every share to its total; no two have the same."""
+    written: list[Weighted] = []
+    for form, total, factors, beta in addends:
+        if isinstance(form, Instantiated):
+            written.append(Weighted(total.view(-1), form.grads.reshape(len(form.grads), -1), factors, beta))
+        else:
+            form.add_to(total, factors, beta)
+    if written:
+        add_rows(written)
+
+
+def weighted_sum(form: Form, factors: Tensor, like: Tensor) -> Tensor:
+    """Σ_b factors[b]·g_b as a new tensor, shaped like the parameter."""
+    total = torch.empty(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    form.add_to(total, factors, beta=0)
+    return total
+
+
+def sq_norm(rows: Tensor) -> Tensor:
+    """Squared length of each row of a buffer, [b]. For few numbers torch is faster, in float64."""
+    flat = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
+    if flat.numel() <= FEW:
+        return torch.linalg.vector_norm(flat, dim=1, dtype=widest(flat.device)).square()
+    return squared_lengths([flat])[0]
+
+
+def kept(rows: Tensor, mask: Tensor) -> Tensor:
+    """The rows with those outside the mask set to zero, also where they are not finite."""
+    return torch.where(mask.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
+
+
+def scaled(rows: Tensor, factors: Tensor) -> Tensor:
+    """Every row times its factor."""
+    factors = factors.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
+    if rows.nbytes < LARGE or not rows.is_contiguous():
+        return rows * factors
+    return torch.mul(rows, factors, out=empty(rows.shape, rows))

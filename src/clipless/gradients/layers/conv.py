@@ -1,0 +1,142 @@
+"""Convolutions in one, two and three dimensions: groups, stride, dilation, every padding mode."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipless.gradients.forms import (
+    Cost,
+    Form,
+    Instantiated,
+    OuterProducts,
+    Rearranged,
+    empty,
+    kept,
+    product_methods,
+    scaled,
+    sq_norm,
+)
+from clipless.gradients.layers.rule import Use, register
+
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+# For the cost model: how often a grouped convolution moves its result, the calls that each of its groups is worth, and
+# those that a record alone is worth.
+GROUPED_MOVES = 6
+GROUPED_CALL = 4
+ONE_CALL = 40
+ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+
+
+@register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+def conv(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
+    module = use.module
+    assert isinstance(module, Conv)
+    acts = use.batched(rank=2 + len(module.kernel_size))
+    grad = grads[0].to(acts.dtype)
+    forms: dict[str, Form] = {}
+    if "weight" in use.wanted:
+        acts, padding = padded(module, acts)
+        forms["weight"] = Correlation(module, acts, grad, padding)
+    if "bias" in use.wanted:
+        forms["bias"] = Instantiated(grad.flatten(2).sum(2))
+    return forms
+
+
+def padded(module: Conv, acts: Tensor) -> tuple[Tensor, list[int]]:
+    """The input as the kernel sees it, and the zero padding that is left to the convolution itself."""
+    rank = len(module.kernel_size)
+    if module.padding_mode != "zeros":
+        return F.pad(acts, module._reversed_padding_repeated_twice, mode=module.padding_mode), [0] * rank
+    if module.padding == "same":
+        return F.pad(acts, module._reversed_padding_repeated_twice), [0] * rank
+    if module.padding == "valid":
+        return acts, [0] * rank
+    return acts, list(module.padding)  # type: ignore[arg-type]
+
+
+class Correlation:
+    """A convolution's weight gradient, g_b = the correlation of record b's input with its output's gradient.
+
+    A transposed convolution gives them in each other's place.
+    """
+
+    def __init__(self, module: Conv | ConvTranspose, acts: Tensor, grads: Tensor, padding: list[int]) -> None:
+        self.module, self.acts, self.grads, self.padding = module, acts, grads, padding  # [b,c,*s] [b,o,*t]
+
+    def __len__(self) -> int:
+        return len(self.acts)
+
+    @property
+    def sq_norms(self) -> Tensor:
+        return sq_norm(self.per_record())
+
+    def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
+        share = self._weight_gradient(self.acts, scaled(self.grads, factors), self.module.groups, copies=1)
+        torch.add(share, total, alpha=beta, out=total) if beta else total.copy_(share)
+
+    def per_record(self) -> Tensor:
+        """One grouped convolution, with the records as its groups."""
+        b = self.acts.shape[0]
+        acts, grads = self.acts.reshape(1, -1, *self.acts.shape[2:]), self.grads.reshape(1, -1, *self.grads.shape[2:])
+        weights = self._weight_gradient(acts, grads, groups=b * self.module.groups, copies=b)
+        return weights.view(b, *self.module.weight.shape)
+
+    def keep(self, mask: Tensor) -> "Correlation":
+        return Correlation(self.module, kept(self.acts, mask), kept(self.grads, mask), self.padding)
+
+    def rows(self, some: slice) -> "Correlation":
+        return Correlation(self.module, self.acts[some], self.grads[some], self.padding)
+
+    def methods(self) -> Mapping[str, Cost]:
+        b, o, *positions = self.grads.shape
+        t, i, size = math.prod(positions), math.prod(self.module.weight.shape[1:]), self.acts.element_size()
+        flops, weights = 2.0 * b * t * i * o, float(size * b * i * o)
+        methods = {
+            "grouped": Cost(flops, GROUPED_MOVES * weights, calls=GROUPED_CALL * b, held=weights),
+            "one by one": Cost(flops, 4 * weights, calls=ONE_CALL * b, held=weights),
+        }
+        if self.module.groups == 1:
+            patches = float(size * b * t * i)
+            for method, cost in product_methods(b, t, i, o, size).items():
+                held = cost.held + (patches if method == "ghost" else 0)
+                methods[method] = replace(cost, moved=cost.moved + 3 * patches, calls=cost.calls + 8, held=held)
+        return methods
+
+    def by(self, method: str) -> Form:
+        if method == "grouped":
+            return Instantiated(self.per_record())
+        if method == "one by one":
+            alone = [self.rows(slice(b, b + 1)) for b in range(len(self))]
+            one = [c._weight_gradient(c.acts, c.grads, self.module.groups, copies=1) for c in alone]
+            return Instantiated(torch.stack(one))
+        matrix = OuterProducts(self._patches(), self.grads.flatten(2).mT)
+        _, channels, *kernel = self.module.weight.shape
+        order = (0, len(kernel) + 1, *range(1, len(kernel) + 1))
+        return Rearranged(matrix.by(method), (*kernel, channels), order)
+
+    def _patches(self) -> Tensor:
+        """What each position of the output sees, [b,t,i], the channels innermost so that they are copied in runs."""
+        module, sizes = self.module, self.grads.shape[2:]
+        sides = [side for pad in reversed(self.padding) for side in (pad, pad)]
+        seen = F.pad(self.acts, sides).movedim(1, -1).contiguous()  # [b,*s,c]
+        b, *_, channels = seen.shape
+        record, *steps, one = seen.stride()
+        moves = [step * stride for step, stride in zip(steps, module.stride, strict=True)]
+        inner = [step * dilation for step, dilation in zip(steps, module.dilation, strict=True)]
+        shape = (b, *sizes, *module.kernel_size, channels)
+        patches = empty(shape, seen).copy_(seen.as_strided(shape, (record, *moves, *inner, one)))
+        return patches.view(b, math.prod(sizes), -1)
+
+    def _weight_gradient(self, acts: Tensor, grads: Tensor, groups: int, copies: int) -> Tensor:
+        out, *kernel = self.module.weight.shape
+        weight = acts.new_empty(copies * out, *kernel)  # its shape is asked for, its values are not read
+        stride, dilation = list(self.module.stride), list(self.module.dilation)
+        rank, mask = len(self.padding), [False, True, False]
+        _, gradient, _ = torch.ops.aten.convolution_backward(
+            grads, acts, weight, None, stride, self.padding, dilation, False, [0] * rank, groups, mask
+        )
+        return gradient

@@ -1,0 +1,114 @@
+"""The rule for any other module: differentiate it again, one record at a time, all records at once by vmap."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from clipless.gradients.forms import Form, Instantiated
+from clipless.gradients.layers.rule import Use, at_least_float32
+from clipless.gradients.trees import differentiable
+
+
+def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
+    """Exact for every module whose output for a record depends on that record alone and that draws no random numbers.
+
+    What vmap cannot trace (data-dependent control flow, in-place tricks) is run as a loop over the records.
+    """
+    leaves, spec = pytree.tree_flatten((use.args, dict(use.kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    own = {path: use.module.get_parameter(path) for path in use.wanted}
+    parameters = {path: parameter.detach() for path, parameter in own.items()}
+
+    def pull_back(parameters: dict[str, Tensor], record: list[Tensor], cotangents: tuple[Tensor, ...]) -> Tensor:
+        """Inner product of the module's output for one record with the gradient that arrived there."""
+        values = iter(
+            value if dim is None else value.unsqueeze(dim) for value, dim in zip(record, use.dims, strict=True)
+        )
+        args, kwargs = pytree.tree_unflatten([next(values) if isinstance(x, Tensor) else x for x in leaves], spec)
+        with Replaced({id(own[path]): value for path, value in parameters.items()}):
+            outputs = differentiable(functional_call(use.module, parameters, args, kwargs))
+        rows = [out.squeeze(dim or 0) for out, dim in zip(outputs, use.out_dims, strict=True)]
+        parts = [(row * cotangent).sum() for row, cotangent in zip(rows, cotangents, strict=True)]
+        return torch.stack(parts).sum()
+
+    per_record = _each_record(grad(pull_back), parameters, tensors, use, grads)
+    return {name: Instantiated(at_least_float32(value)) for name, value in per_record.items()}
+
+
+def generic_rows(use: Use, grads: tuple[Tensor, ...], record: Tensor, records: int) -> dict[str, Form]:
+    """As `generic`, for a module whose rows are not the records: it is run on all rows of one record at a time.
+
+    `record` says whose each of the `use.records` rows is, [n]; a tensor with one row per record has that.
+    """
+    leaves, spec = pytree.tree_flatten((use.args, dict(use.kwargs)))
+    own = {path: use.module.get_parameter(path) for path in use.wanted}
+    parameters = {path: parameter.detach() for path, parameter in own.items()}
+    found: dict[str, Tensor] = {path: at_least_float32(p.new_zeros(records, *p.shape)) for path, p in own.items()}
+    for b in range(records):
+        rows = (record == b).nonzero().flatten()
+
+        def take(tensor: Tensor, dim: int | None, rows: Tensor = rows, b: int = b) -> Tensor:
+            if dim is None:
+                return tensor
+            return tensor.index_select(dim, rows) if tensor.shape[dim] == use.records else tensor.narrow(dim, b, 1)
+
+        dims = iter(use.dims)
+        args, kwargs = pytree.tree_unflatten(
+            [take(leaf, next(dims)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+        )
+        cotangents = [take(grad, 0) for grad in grads]
+
+        def pull_back(
+            parameters: dict[str, Tensor], args: Any = args, kwargs: Any = kwargs, to: Any = cotangents
+        ) -> Tensor:
+            with Replaced({id(own[path]): value for path, value in parameters.items()}):
+                outputs = differentiable(functional_call(use.module, parameters, args, kwargs))
+            moved = [out.movedim(dim or 0, 0) for out, dim in zip(outputs, use.out_dims, strict=True)]
+            return torch.stack([(row * cotangent).sum() for row, cotangent in zip(moved, to, strict=True)]).sum()
+
+        if len(rows):
+            for path, value in grad(pull_back)(parameters).items():
+                found[path][b] = value
+    return {path: Instantiated(value) for path, value in found.items()}
+
+
+class Replaced(TorchFunctionMode):
+    """Inside, operations that are given a tensor with one of these ids use the value for it instead: a parameter that a
+    module also holds in a list or a closure of its own, where `functional_call` does not reach."""
+
+    def __init__(self, values: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        if any(id(leaf) in self._values for leaf in leaves):
+            leaves = [self._values.get(id(leaf), leaf) for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return func(*args, **(kwargs or {}))
+
+
+def _each_record(
+    gradient: Callable[..., dict[str, Tensor]],
+    parameters: dict[str, Tensor],
+    tensors: list[Tensor],
+    use: Use,
+    grads: tuple[Tensor, ...],
+) -> dict[str, Tensor]:
+    in_dims = (None, list(use.dims), tuple(0 for _ in grads))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            return vmap(gradient, in_dims=in_dims)(parameters, tensors, grads)
+    except RuntimeError:
+        rows = []
+        for b in range(use.records):
+            record = [t if dim is None else t.select(dim, b) for t, dim in zip(tensors, use.dims, strict=True)]
+            rows.append(gradient(parameters, record, tuple(g[b] for g in grads)))
+        return {name: torch.stack([row[name] for row in rows]) for name in parameters}

@@ -1,0 +1,131 @@
+"""What a layer rule is given, and the registry that finds the rule of a module."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils import _pytree as pytree
+
+from clipless.errors import UnsupportedModule
+from clipless.gradients.forms import Form
+from clipless.gradients.trees import Dims, plain_tensors
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of a module in the forward pass, as its rule sees it in the backward pass.
+
+    `input` is the first tensor of its input, with the records first and in at least float32 if it is floating-point, as are
+    the gradients that a rule is given. `dims` and `out_dims` say along which dimension the records lie in each tensor of
+    the input and of the output, None where there are none. `kept` is what a layer that was taken over in the forward pass
+    left for its rule.
+    """
+
+    module: nn.Module
+    input: Tensor
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    dims: Dims
+    out_dims: Dims
+    wanted: tuple[str, ...]
+    records: int
+    kept: Any = None
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """All tensors of the input, records first, in at least float32 if they are floating-point."""
+        arguments = (self.args, dict(self.kwargs))
+        known = plain_tensors(arguments)
+        tensors = known or [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        moved = [t.movedim(dim, 0) if dim else t for t, dim in zip(tensors, self.dims, strict=True)]
+        return [at_least_float32(t) if t.is_floating_point() else t for t in moved]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `forward` was called with, by the names of its arguments, the tensors as in `inputs`."""
+        tensors = iter(self.inputs)
+        args, kwargs = pytree.tree_map(
+            lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, (self.args, dict(self.kwargs))
+        )
+        return inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
+
+    def batched(self, rank: int = 0) -> Tensor:
+        """The input of a layer that takes dimension 0 for the batch and computes across the others.
+
+        Refused if the records lie along another dimension, where the layer would mix them, or if the input has fewer
+        than `rank` dimensions, so that the layer takes it for a single record.
+        """
+        if self.dims[0] != 0 or self.input.dim() < rank:
+            raise UnsupportedModule(
+                f"{self.module} does not take the dimension along which the records lie for the batch, so their "
+                "gradients cannot be told apart. Give it the records in the first dimension and all other dimensions "
+                "of its input."
+            )
+        return self.input
+
+
+LayerRule = Callable[[Use, tuple[Tensor, ...]], dict[str, Form]]
+
+REGISTRY: dict[type[nn.Module], LayerRule] = {}
+NAMED: dict[str, LayerRule] = {}
+
+
+def register(*kinds: type[nn.Module]) -> Callable[[LayerRule], LayerRule]:
+    """Decorator: this rule is for exactly these classes. A subclass may compute something else, so it is not covered
+    unless it keeps the class's own `forward`."""
+
+    def enter(rule: LayerRule) -> LayerRule:
+        REGISTRY.update(dict.fromkeys(kinds, rule))
+        return rule
+
+    return enter
+
+
+def register_named(*kinds: str) -> Callable[[LayerRule], LayerRule]:
+    """As `register`, for classes of packages that clipless does not import: "package.module.Class"."""
+
+    def enter(rule: LayerRule) -> LayerRule:
+        NAMED.update(dict.fromkeys(kinds, rule))
+        return rule
+
+    return enter
+
+
+def rule_of(module: nn.Module) -> LayerRule | None:
+    """The rule registered for the module's class, or for the class it inherits its whole computation from."""
+    if parametrized(module) or reweighted(module):
+        return None
+    for kind in type(module).__mro__:
+        rule = REGISTRY.get(kind) or NAMED.get(f"{kind.__module__}.{kind.__qualname__}")
+        if rule is not None and _same_computation(module, kind):
+            return rule
+    return None
+
+
+def parametrized(module: nn.Module) -> bool:
+    """Whether torch computes the module's weights from other parameters at each access."""
+    return torch.nn.utils.parametrize.is_parametrized(module)
+
+
+def reweighted(module: nn.Module, weight: str | None = None) -> bool:
+    """Whether a hook of old-style weight norm computes this weight, or any, of the module before each call."""
+    hooks = module._forward_pre_hooks.values()
+    return any(isinstance(hook, WeightNorm) and weight in (None, hook.name) for hook in hooks)
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor in a type in which sums over positions are safe."""
+    if tensor.dtype is torch.float32 or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _same_computation(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the module computes what the class does: nothing was overridden in a subclass or on the object itself."""
+    inherited = ("forward", "_conv_forward", "_apply_instance_norm")
+    cls = type(module)
+    return all(name not in vars(module) and getattr(cls, name, None) is getattr(kind, name, None) for name in inherited)

@@ -1,0 +1,246 @@
+"""From per-sample gradients to clipped sums: norms of all records, factors from the rule, one weighted sum per parameter."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipless.clipping import least_norm
+from clipless.gradients.capture import messages
+from clipless.gradients.capture.micro_batch import MicroBatch
+from clipless.gradients.capture.model_map import ModelMap
+from clipless.gradients.forms import Addend, Form, Instantiated, add_all, can_wait, combine, sq_norms_of, widest
+from clipless.gradients.kernels import Kernels, MemoryBudget, chunk_bytes
+from clipless.partition import Partition
+
+Factors = Callable[[Tensor, Sequence[int]], Tensor]
+Observe = Callable[[Tensor], None]
+
+# The most records that are added up in float32.
+BLOCK = 2048
+# From so many bytes on a norm is taken at once, while what was written is still in the cache.
+LARGE = 2**17
+
+
+class ClippedSums:
+    """Adds up clipped per-sample gradients over the micro-batches of a logical batch, each sum over the expected batch.
+
+    `factors(norms [g,b], groups)` says how much of each record enters those groups' sums, for any of the micro-batch's
+    records; `observe(norms [G,B])`, if given, sees all norms of a micro-batch once. A group is clipped as soon as its
+    parameters are there, and what was held for it is dropped. A record with a norm that is not finite, or too small to
+    count, adds nothing to that group; one whose data are not finite adds nothing to any.
+    """
+
+    def __init__(
+        self,
+        model: ModelMap,
+        groups: Partition,
+        factors: Factors,
+        observe: Observe | None,
+        kernels: Kernels,
+        expected_batch: float,
+    ) -> None:
+        self.seen = 0
+        self._parameters, self._dtype, self._device = model.parameters, model.dtype, model.device
+        self._groups, self._factors, self._observe, self._kernels = groups, factors, observe, kernels
+        self._chunk_bytes = chunk_bytes(kernels.memory_cap)
+        self._expected_batch = expected_batch
+        self._sums: dict[str, RunningSum] = {}
+        self._micro: MicroBatch | None = None
+        self._budget: MemoryBudget | None = None
+        self._open: list[GroupInProgress] = []
+        self._ready: dict[int, float] = {}
+        self._added = False
+
+    def clear(self) -> None:
+        """Forget the sums: a new logical batch begins."""
+        self._micro, self.seen = None, 0
+        for running in self._sums.values():
+            running.records, running.blocks = 0, None
+
+    def restart(self) -> None:
+        """Begin the micro-batch anew after an interrupted backward pass; raises if a part of it is mixed with others."""
+        if self._micro is not None and self._added:
+            if self.seen:
+                raise messages.interrupted(again=True)
+            self.clear()
+        self._micro = None
+
+    def complete(self) -> dict[str, Tensor]:
+        """The sum of every parameter, zeros for those that no record reached, in at least float32, in memory that is used
+        again at every step and never handed out."""
+        self._drop_unfit()
+        complete = {}
+        for name, parameter in self._parameters.items():
+            running = self._sums.get(name)
+            if running is None:
+                running = self._sums[name] = RunningSum(parameter)
+            complete[name] = running.total()
+        return complete
+
+    def take(self, micro: MicroBatch, complete: Iterable[tuple[str, list[Form]]]) -> None:
+        """All forms of some parameters are there. Groups with all their parameters are clipped soon."""
+        if micro is not self._micro:
+            self._begin(micro)
+        for name, uses in complete:
+            number = self._groups.group_of[name]
+            group, form = self._open[number], uses[0] if len(uses) == 1 else combine(uses)
+            group.waiting.discard(name)
+            last = not group.waiting
+            if isinstance(form, Instantiated):
+                held = float(form.grads.nbytes)
+            elif not (methods := form.methods()) or not micro.records:
+                held = 0.0
+            else:
+                self._budget = self._budget or self._kernels.budget()
+                choice = self._budget.choose(methods, micro.records, last, micro.tapped)
+                if len(choice.chunks) > 1:
+                    self._clip_chunks(micro, number, name, form, choice.method, choice.chunks)
+                    continue
+                form, held = form.by(choice.method), choice.held
+            group.held[name] = form
+            if not can_wait(form, LARGE):
+                form.sq_norms  # noqa: B018
+            if last:
+                self._ready[number] = held
+                if sum(self._ready.values()) > self._chunk_bytes:
+                    groups = list(self._ready)
+                    self._add(micro, groups, self._norms(micro, self._squares(micro, groups)))
+
+    def finish(self, micro: MicroBatch) -> None:
+        """Clip what is left, and let the norms be observed."""
+        if micro is not self._micro:
+            self._begin(micro)
+        left = [number for number, group in enumerate(self._open) if group.norms is None]
+        if left:
+            self._add(micro, left, self._norms(micro, self._squares(micro, left)))
+        if self._observe is not None:
+            self._observe(torch.stack([group.norms for group in self._open if group.norms is not None]))
+        self._micro, self._open = None, []
+        self.seen += micro.records
+
+    def _begin(self, micro: MicroBatch) -> None:
+        if not self.seen:
+            self._drop_unfit()
+        self._micro, self._budget, self._ready, self._added = micro, None, {}, False
+        self._open = [GroupInProgress(set(members)) for members in self._groups.members]
+
+    def _drop_unfit(self) -> None:
+        """Forget the memory for parameters that have moved to another device."""
+        for name, parameter in self._parameters.items():
+            running = self._sums.get(name)
+            if running is not None and running.block.device != parameter.device:
+                del self._sums[name]
+
+    def _clip_chunks(
+        self, micro: MicroBatch, group: int, name: str, form: Form, method: str, chunks: list[slice]
+    ) -> None:
+        """Clip and add a group whose last form is taken some records at a time."""
+        others, norms = self._squares(micro, [group])[0], []
+        for some in chunks:
+            part = form.rows(some).by(method)
+            norms.append(self._norms(micro, (others[some] + part.sq_norms).unsqueeze(0), some))
+            self._sum(micro, [{name: part}], norms[-1], [group])
+        self._add(micro, [group], torch.cat(norms, 1))
+
+    def _add(self, micro: MicroBatch, groups: list[int], norms: Tensor) -> None:
+        """Clip by the norms [g,b], and add, what is held for these groups."""
+        held = [self._open[group].held for group in groups]
+        self._sum(micro, held, norms, groups)
+        for row, number in enumerate(groups):
+            group = self._open[number]
+            group.norms, group.held = norms[row], {}
+            self._ready.pop(number, None)
+
+    def _sum(self, micro: MicroBatch, held: list[dict[str, Form]], norms: Tensor, groups: list[int]) -> None:
+        """Add each group's forms, their records times their factors, and nothing of records whose norm is infinite."""
+        if not any(held):
+            return
+        self._added = True
+        factors = self._factors(norms, groups).masked_fill(norms == 0, 0.0) * (micro.scale / self._expected_batch)
+        finite = norms < torch.inf
+        everyone = bool(finite.all())
+        records = norms.shape[1]
+        for first in range(0, records, BLOCK):
+            some, addends = slice(first, min(first + BLOCK, records)), []
+            for row, forms in enumerate(held):
+                for name, form in forms.items():
+                    running, parameter = self._sums.get(name), self._parameters[name]
+                    if running is None:
+                        running = self._sums[name] = RunningSum(parameter)
+                    few = form if records <= BLOCK else form.rows(some)
+                    few = few if everyone else few.keep(finite[row, some])
+                    beta = running.make_room(some.stop - first)
+                    addends.append(Addend(few, running.block, factors[row, some], beta))
+            add_all(addends)
+
+    def _squares(self, micro: MicroBatch, groups: list[int]) -> Tensor:
+        """Squared norms of what is held for these groups, [g,b]."""
+        rows, forms = [], []
+        for row, number in enumerate(groups):
+            for form in self._open[number].held.values():
+                rows.append(row)
+                forms.append(form)
+        order, found = sq_norms_of(forms) if forms else ([], None)
+        if found is not None and len(groups) == 1:
+            return found.sum(0, keepdim=True)
+        squares = torch.zeros(len(groups), micro.records, dtype=widest(self._device), device=self._device)
+        if found is not None:
+            squares.index_add_(0, torch.tensor(list(map(rows.__getitem__, order)), device=self._device), found)
+        return squares
+
+    def _norms(self, micro: MicroBatch, squares: Tensor, some: slice = slice(None)) -> Tensor:
+        """Norms of some records; infinite for those that are not finite, or whose data are not, and zero for those that are
+        too small to count."""
+        norms = squares.to(self._dtype).sqrt().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        norms = F.threshold(norms, least_norm(norms.dtype), 0.0).mul_(micro.scale)
+        return norms if micro.broken is None else norms.masked_fill_(micro.broken[some], torch.inf)
+
+
+@dataclass
+class GroupInProgress:
+    """A group of parameters on its way to be clipped: those still `waiting`, and what is held until they are there."""
+
+    waiting: set[str]
+    held: dict[str, Form] = field(default_factory=dict)
+    norms: Tensor | None = None
+
+
+class RunningSum:
+    """The sum of one parameter's clipped gradients over a logical batch.
+
+    At most `BLOCK` records are added up in float32, in `block`, and full blocks in float64, in `blocks`: a sum is exact
+    to a small part of one record's share, however many there are. `records` counts those in the block. The memory of
+    the block is used again at every step: the operating system hands out the pages of a new tensor one by one, which
+    takes longer than drawing the noise.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        self.block = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        self.blocks: Tensor | None = None
+        self.records = 0
+
+    def make_room(self, records: int) -> int:
+        """Set a full block aside if so many records more do not fit into it. Returns 1 if they are to be added to what
+        is in the block, 0 if they overwrite it."""
+        if self.records and self.records + records <= BLOCK:
+            self.records += records
+            return 1
+        if self.records and self.blocks is None:
+            self.blocks = self.block.to(widest(self.block.device), copy=True)
+        elif self.blocks is not None:
+            self.blocks += self.block
+        self.records = records
+        return 0
+
+    def total(self) -> Tensor:
+        """The sum over all records so far, in the block's memory."""
+        if not self.records:
+            return self.block.zero_()
+        if self.blocks is not None:
+            self.block.copy_(self.blocks.add_(self.block))
+            self.blocks = None
+        return self.block

@@ -1,0 +1,75 @@
+"""The compiled library: its functions, in how many threads they run, and the check before their first use.
+
+The threads are OpenMP's, shared with torch: importing torch first makes the two use the same OpenMP library.
+"""
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LIBRARY = Path(__file__).with_name("_compiled.so")
+SOURCES = LIBRARY.parent
+
+POINTER, COUNT = ctypes.c_void_p, ctypes.c_int64
+# Work that takes longer than it takes to wake a thread, in bytes that are read or written.
+WORTH_A_THREAD = 2**17
+
+Form = TypeVar("Form")
+
+_FORKED: list[bool] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _FORKED.append(True))
+
+
+@functools.cache
+def function(library: Path, name: str, *arguments: type) -> Callable[..., None] | None:
+    """A function of the library that returns nothing; None if there is no library or no such function."""
+    try:
+        found = ctypes.CDLL(str(library))[name]
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = arguments
+    found.restype = None
+    return found
+
+
+def checked(
+    build: Callable[[Path], Form | None],
+    pairs: Callable[[Form], Iterable[tuple[Tensor, Tensor]]],
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> Callable[..., Form | None]:
+    """A function that returns the compiled form of a library, by default the package's, or None.
+
+    None means that the library is missing, that it has no such function, or that it computes something else: `pairs` gives
+    results of the compiled form beside the same by torch or numpy, and each pair must agree within the tolerances,
+    by default exactly. Built and compared once for each library. The comparison is numpy's, because torch must not compute
+    in a forked child.
+    """
+
+    @functools.cache
+    def load(library: Path = LIBRARY) -> Form | None:
+        form = build(library)
+        if form is None:
+            return None
+        same = (np.allclose(ours.numpy(), theirs.numpy(), rtol, atol, equal_nan=True) for ours, theirs in pairs(form))
+        return form if all(same) else None
+
+    return load
+
+
+def threads(work: int) -> int:
+    """In how many threads so many bytes are best gone through: at most as many as torch uses, and one in a forked child,
+    where OpenMP's threads are gone and would be waited for in vain.
+
+    >>> threads(100)
+    1
+    """
+    return 1 if _FORKED else max(1, min(torch.get_num_threads(), work // WORTH_A_THREAD))

@@ -1,0 +1,196 @@
+"""Writing the ledger file: every event is on disk before its result can be seen."""
+
+import os
+import secrets
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clipless.accounting.events import Event, StepEvent
+from clipless.accounting.ledger import Ledger
+from clipless.errors import InvalidArgument, LedgerInUse, Misuse, ReplayDiffers
+from clipless.runs.durable_files import sync_folder, write_part
+from clipless.runs.ledger_file import Entry, LedgerFile, entry_line, header_line, parse, read_ledger
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - Windows has no flock
+    fcntl = None  # type: ignore[assignment]
+
+_OPEN: "weakref.WeakSet[Journal]" = weakref.WeakSet()
+
+
+class Journal:
+    """The ledger file of one run, locked against every other writer.
+
+    After `resume`, the events between the checkpoint and the crash are *pending*: the run repeats them, and each must
+    come out as recorded. Only then are new ones written.
+    """
+
+    def __init__(self, path: Path, descriptor: int, found: LedgerFile, position: int) -> None:
+        self.path, self.run = path, found.run
+        self.position, self.head = position, found.hash_at(position)
+        self._pending = deque(found.entries[position:])
+        self._pending_steps = sum(isinstance(entry.event, StepEvent) for entry in self._pending)
+        self._torn = found.torn
+        self._descriptor = descriptor
+        self._closed = weakref.finalize(self, os.close, descriptor)
+        _OPEN.add(self)
+
+    @classmethod
+    def create(
+        cls, path: Path, delta: float, accountant: str, planned: Ledger, plan: Mapping[str, object], past: Ledger
+    ) -> "Journal":
+        """A new file, which must not exist yet, with the events of `past` in it. It appears whole or not at all."""
+        header = header_line(secrets.token_hex(16), delta, accountant, planned, plan)
+        lines, last = [header], parse(path, header).start
+        for event in (event for event, count in past.events for _ in range(count)):
+            line, entry = entry_line(len(lines), last, event, None)
+            lines.append(line)
+            last = entry.hash
+        try:
+            part = write_part(path, lambda file: file.writelines(lines))
+            try:
+                descriptor = _locked(part)
+                os.link(part, path)
+            finally:
+                part.unlink()
+            sync_folder(path.parent)
+        except FileExistsError:
+            raise InvalidArgument(
+                f"{path} exists already, and a ledger is never overwritten: resume its run, or choose another file."
+            ) from None
+        except OSError as error:
+            raise InvalidArgument(f"cannot write the ledger {path} ({error}). Choose another place.") from error
+        return cls(path, descriptor, read_ledger(path), len(past))
+
+    @classmethod
+    def resume(cls, path: Path, run: str, position: int, head: str) -> tuple["Journal", LedgerFile]:
+        """The ledger of an interrupted run, to go on after its first `position` events, and its contents."""
+        if not path.exists():
+            raise InvalidArgument(
+                f"the ledger {path} is missing, and without it what was spent after the checkpoint is unknown: put the "
+                "file back."
+            )
+        descriptor = _locked(path)
+        try:
+            found = _without_zeros(read_ledger(path, torn=True), descriptor)
+            if found.run != run:
+                raise InvalidArgument(
+                    f"{path} is the ledger of another run than the checkpoint: give the ledger that was written with it."
+                )
+            if position > len(found.entries) or found.hash_at(position) != head:
+                raise InvalidArgument(
+                    f"{path} is older than the checkpoint or was changed: its line {position + 1} is not the one that the "
+                    "checkpoint was saved after. Give the ledger that was written with it."
+                )
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(path, descriptor, found, position), found
+
+    def place(self) -> dict[str, Any]:
+        """The ledger's run, position and head, as a checkpoint stores them."""
+        return {"run": self.run, "position": self.position, "head": self.head}
+
+    @property
+    def pending(self) -> int:
+        """The number of recorded steps still to be repeated."""
+        return self._pending_steps
+
+    def record(self, event: Event, fingerprint: str | None) -> bool:
+        """Put the event on disk. Returns True for a new event, False for a repeated one, which is there already.
+
+        Raises `ReplayDiffers` if a repeated event is not the one recorded; its result must not be shown then.
+        """
+        if not self._closed.alive:
+            raise Misuse(
+                f"the ledger {self.path} is closed after a failed write or detach(): resume from a checkpoint."
+            )
+        if self._pending:
+            expected = self._pending[0]
+            if fingerprint is None or (expected.event, expected.fingerprint) != (event, fingerprint):
+                raise ReplayDiffers(self._difference("releases something else than what"))
+            self._repeated()
+            return False
+        line, entry = entry_line(self.position + 1, self.head, event, fingerprint)
+        if not line.startswith(self._torn):
+            raise ReplayDiffers(self._difference("is not the one that"))
+        self._append(line[len(self._torn) :])
+        self._torn = b""
+        self._advance(entry)
+        return True
+
+    def give_up_pending(self, found: LedgerFile) -> None:
+        """Leave recorded steps counted instead of repeating them; a torn line is replaced by a planned step."""
+        while self._pending:
+            self._repeated()
+        if self._torn:
+            os.ftruncate(self._descriptor, os.lseek(self._descriptor, 0, os.SEEK_END) - len(self._torn))
+            self._torn = b""
+            self.record(found.planned_step(found.recorded().steps), None)
+
+    def close(self) -> None:
+        """Release the file to other processes. Nothing can be recorded afterwards."""
+        self._closed()
+
+    def _repeated(self) -> None:
+        entry = self._pending.popleft()
+        self._pending_steps -= isinstance(entry.event, StepEvent)
+        self._advance(entry)
+
+    def _advance(self, entry: Entry) -> None:
+        self.position, self.head = self.position + 1, entry.hash
+
+    def _append(self, content: bytes) -> None:
+        try:
+            while content:
+                content = content[os.write(self._descriptor, content) :]
+            os.fsync(self._descriptor)
+        except OSError as error:
+            self.close()
+            raise Misuse(
+                f"cannot write to the ledger {self.path} ({error}), so this step was not released. Make room, then resume."
+            ) from error
+
+    def _difference(self, how: str) -> str:
+        return (
+            f"step {self.position + 1} of {self.path} was taken before the interruption, and repeating it {how} was "
+            "recorded. The same noise on two gradients would show their difference, so nothing was released. Go on with "
+            "the same code, settings, data and threads as before; or resume with reseed=True (--reseed), which takes new "
+            "noise and leaves the lost steps counted."
+        )
+
+
+def _without_zeros(found: LedgerFile, descriptor: int) -> LedgerFile:
+    """A power cut can leave zeros at the end of a file; no line contains them."""
+    torn = found.torn.split(b"\0")[0]
+    if torn != found.torn:
+        os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_END) - len(found.torn) + len(torn))
+    return replace(found, torn=torn)
+
+
+def _locked(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise LedgerInUse(
+                f"another process is writing the ledger {path}: wait for it or stop it. Two runs need two ledgers."
+            ) from None
+    return descriptor
+
+
+def _close_in_child() -> None:
+    for journal in list(_OPEN):
+        journal.close()
+
+
+# A worker process that outlives a killed run would otherwise keep the lock, and could write.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

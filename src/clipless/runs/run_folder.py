@@ -1,0 +1,136 @@
+"""The folder of one run, and the state of the run.
+
+While training it holds `ledger.jsonl` and `checkpoint.pt`. At the end `model.pt` and `run.json` are added, and the
+checkpoint, which holds a key of the noise, is removed. A run is finished when `run.json` names its ledger.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clipless.errors import DamagedFile, InvalidArgument
+from clipless.runs.durable_files import replace_file
+from clipless.runs.journal import Journal
+from clipless.runs.ledger_file import LedgerFile, read_ledger
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of a run."""
+
+    path: Path
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint.pt"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model.pt"
+
+    def read_record(self) -> dict[str, Any] | None:
+        """The contents of `run.json`; None if it does not exist."""
+        try:
+            content = json.loads(self.record.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise DamagedFile(
+                f"{self.record} cannot be read ({error}). Restore it from a copy, or move it away."
+            ) from error
+        if not isinstance(content, dict):
+            raise DamagedFile(f"{self.record} is not the record of a run. Restore it from a copy, or move it away.")
+        return content
+
+    def read_ledger(self) -> LedgerFile | None:
+        """The ledger, a torn last line included; None if there is none. Raises `DamagedFile` if it is shorter than
+        `run.json` says."""
+        if not self.ledger.exists():
+            return None
+        found = read_ledger(self.ledger, torn=True)
+        file = (self.read_record() or {}).get("ledger_file") or {}
+        if file.get("run") == found.run:
+            found.position_of(str(file.get("head")))
+        return found
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a run was begun here and not finished."""
+        if not (self.ledger.exists() or self.checkpoint.exists()):
+            return False
+        found, file = self.read_ledger(), (self.read_record() or {}).get("ledger_file") or {}
+        return found is None or found.run != file.get("run")
+
+    def resumable(self, resume: bool) -> bool:
+        """Whether there is a checkpoint to resume from. `resume` says whether the caller wants to resume.
+
+        Raises InvalidArgument for a finished run that should be resumed, and for an unfinished one that should not.
+        """
+        unfinished = self.unfinished
+        if resume and self.ledger.exists() and not unfinished:
+            raise InvalidArgument(f"the run in {self.path} is finished: there is nothing to resume.")
+        if unfinished and not resume:
+            raise InvalidArgument(
+                f"{self.path} holds an interrupted run: resume it (--resume), or choose another folder (--out)."
+            )
+        return unfinished and self.checkpoint.exists()
+
+    def discard_unused_ledger(self, plan: Mapping[str, Any]) -> None:
+        """Remove the ledger of a run of this plan that was interrupted before its first checkpoint, hence before its
+        first step. Raises InvalidArgument if the unfinished run here has steps or another plan."""
+        if not (self.ledger.exists() and self.unfinished):
+            return
+        found = read_ledger(self.ledger, torn=True)
+        if found.entries or found.torn:
+            raise InvalidArgument(
+                f"{self.ledger} has steps, and the checkpoint beside it is missing: the run cannot go on. Choose another "
+                "folder; what this run spent stays spent."
+            )
+        if found.plan != json.loads(json.dumps(plan)):
+            raise InvalidArgument(
+                f"the run in {self.path} was interrupted before its first step, with another plan: give the same arguments "
+                "again, or choose another folder."
+            )
+        journal, _ = Journal.resume(self.ledger, found.run, 0, found.start)
+        self.ledger.unlink()
+        journal.close()
+
+    def check_writable(self) -> None:
+        """Raises InvalidArgument if files cannot be written there: better known before training than after."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise InvalidArgument(f"cannot write to {self.path} ({error}). Choose another folder.") from error
+
+    def keep_earlier(self) -> None:
+        """Rename the files of a finished run, whose ledger may still be needed, to `run.1.json` and so on. The ledger of
+        an unfinished run stays, so that the run can be resumed."""
+        number = 1
+        files = (self.record, self.model) if self.unfinished else (self.record, self.model, self.ledger)
+        while any(_numbered(file, number).exists() for file in files):
+            number += 1
+        for file in files:
+            if file.exists():
+                file.rename(_numbered(file, number))
+
+    def write_record(self, record: dict[str, Any]) -> None:
+        """Write `run.json` atomically."""
+        content = json.dumps(record, indent=2) + "\n"
+        replace_file(self.record, lambda file: file.write(content.encode()))
+
+
+def _numbered(file: Path, number: int) -> Path:
+    return file.with_suffix(f".{number}{file.suffix}")

@@ -1,0 +1,235 @@
+"""Poisson batches: every record is in each batch independently, with the plan's probability.
+
+The loader announces each batch, and each part of it, to a listener before handing it out, so that the privacy engine
+knows which records a gradient may come from and can refuse any other.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from clipless.arguments import whole
+from clipless.errors import Misuse
+from clipless.noise import NoiseSource
+from clipless.noise.keys import erase
+from clipless.sampling.fetching import Collate, Fetcher
+from clipless.sampling.poisson import poisson_sample
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A logical batch, as announced: the number of its draw, its records, how and at what rate they were drawn."""
+
+    draw: int
+    records: int
+    sampling: str
+    sample_rate: float
+
+
+class Listener(Protocol):
+    """Is told of every batch before the training loop sees it."""
+
+    def steps_left(self) -> int | None:
+        """Steps until the budget is spent, None for no limit; raises when there are none."""
+
+    def refuse_unstepped(self) -> None:
+        """Raises if the batch that was opened last has not been stepped."""
+
+    def open_batch(self, batch: Batch) -> None: ...
+
+    def reopen_batch(self) -> None:
+        """The open batch starts over; raises if none is open."""
+
+    def open_part(self, records: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class PoissonSampler:
+    """Draws of record numbers. The same draw gives the same records, whenever it is asked for, until it is forgotten.
+
+    With `share=(rank, ranks)` every rank makes the same draw and takes each `ranks`-th of its records, from number `rank`
+    on: together they have the whole draw, and no record twice.
+    """
+
+    source: NoiseSource
+    size: int
+    rate: float
+    name: str = "poisson"
+    share: tuple[int, int] = (0, 1)
+
+    def indices(self, draw: int) -> Tensor:
+        key = self.source.sample_key(draw)
+        chosen = poisson_sample(key, self.size, self.rate)
+        erase(key)
+        rank, ranks = self.share
+        return chosen[rank::ranks]
+
+    def forget(self, before: int) -> None:
+        """Earlier draws will not be asked for again."""
+        self.source.forget_draws(before)
+
+
+class PrivateLoader:
+    """Collated Poisson batches. One pass is one epoch; `microbatches(n)` gives the same batches in parts.
+
+    Every batch that is drawn, even an empty one, must be stepped before the next: dropping batches by their contents would
+    not be the sampling of the plan.
+    """
+
+    def __init__(self, fetch: Fetcher, sampler: PoissonSampler, steps_per_pass: int, listener: Listener) -> None:
+        self.draws = 0
+        self._passes = 0
+        self._handed_out = 0
+        self._parts: list[Tensor] = []
+        self._fetch = fetch
+        self._sampler = sampler
+        self._steps_per_pass = steps_per_pass
+        self._listener = listener
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The data set that batches are drawn from."""
+        return self._fetch.dataset
+
+    @property
+    def collate_fn(self) -> Collate:
+        """Collates records into a batch."""
+        return self._fetch.collate_fn
+
+    @property
+    def batch_size(self) -> int:
+        """The expected number of records in a batch."""
+        return round(self._sampler.rate * self._sampler.size)
+
+    def __len__(self) -> int:
+        return self._steps_per_pass
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise Misuse("private.loader cannot be copied or pickled: a copy would draw the same batches. Iterate over it.")
+
+    def __iter__(self) -> Iterator[Any]:
+        return (next(parts) for parts in self._pass(part_size=None))
+
+    def microbatches(self, size: int) -> "MicroBatches":
+        """For each logical batch an iterator of parts of at most `size` records: backward each, then step once."""
+        return MicroBatches(self, whole("the size of a micro-batch", size))
+
+    def again(self) -> Any:
+        """The last batch drawn, not yet stepped, from its beginning: use it to go on after an exception in the loop.
+
+        The records are the same; sums accumulated for them are discarded.
+        """
+        return next(self._again(part_size=None))
+
+    def _pass(self, part_size: int | None) -> Iterator[Iterator[Any]]:
+        left = self._listener.steps_left()
+        steps = self._steps_per_pass if left is None else min(self._steps_per_pass, left)
+        return self._batches(steps, part_size)
+
+    def _batches(self, steps: int, part_size: int | None) -> Iterator[Iterator[Any]]:
+        self._listener.refuse_unstepped()
+        self._passes += 1
+        number = self._passes
+        schedule = _Schedule(self._sampler, self.draws, steps, part_size)
+        fetched = self._fetch(schedule.filled(), self.draws)
+        for _ in range(steps):
+            batch, parts = schedule.next()
+            self._listener.open_batch(batch)
+            self.draws = batch.draw + 1
+            self._sampler.forget(self.draws)
+            self._parts = parts
+            unfetched = deque(parts)
+            yield self._announced(unfetched, lambda part: next(fetched))
+            if number != self._passes:
+                raise Misuse(
+                    "this pass over private.loader is over, because a second one was begun or a record could not be "
+                    "fetched: use one iterator at a time, and a new one after an exception."
+                )
+            self._listener.refuse_unstepped()
+            for _ in filter(len, unfetched):
+                next(fetched)  # parts of a batch that was finished by `again`
+
+    def _again(self, part_size: int | None) -> Iterator[Any]:
+        self._listener.reopen_batch()
+        return self._announced(deque(_split(torch.cat(self._parts), part_size)), self._fetch.once)
+
+    def _announced(self, parts: deque[Tensor], fetch: Callable[[Tensor], Any]) -> Iterator[Any]:
+        """Each part's data, after its announcement. Only the newest iterator is valid: otherwise a part could come
+        twice."""
+        self._handed_out += 1
+        return self._while_newest(self._handed_out, parts, fetch)
+
+    def _while_newest(self, number: int, parts: deque[Tensor], fetch: Callable[[Tensor], Any]) -> Iterator[Any]:
+        while parts:
+            if number != self._handed_out:
+                raise Misuse(
+                    "these micro-batches were handed out again or are of an earlier batch: use the newest ones."
+                )
+            part = parts.popleft()
+            try:
+                data = fetch(part) if len(part) else self._fetch.empty()
+            except BaseException:
+                self._passes += 1  # workers may be ahead or behind now: the pass cannot go on
+                raise
+            self._listener.open_part(len(part))
+            yield data
+
+
+class MicroBatches:
+    """The passes of a loader, each logical batch cut into parts."""
+
+    def __init__(self, loader: PrivateLoader, size: int) -> None:
+        self._loader, self._size = loader, size
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Iterator[Any]]:
+        return self._loader._pass(self._size)
+
+    def again(self) -> Iterator[Any]:
+        """The parts of the last batch drawn, not yet stepped, from its beginning."""
+        return self._loader._again(self._size)
+
+
+class _Schedule:
+    """The draws of one pass, each made once. Workers may fetch ahead of the training loop; both read the same draws, in
+    order."""
+
+    def __init__(self, sampler: PoissonSampler, first: int, steps: int, part_size: int | None) -> None:
+        self._draws = iter(range(first, first + steps))
+        self._sampler, self._part_size = sampler, part_size
+        self._announcements: deque[tuple[Batch, list[Tensor]]] = deque()
+        self._unfetched: deque[Tensor] = deque()
+
+    def next(self) -> tuple[Batch, list[Tensor]]:
+        """The next batch and its record numbers, part by part; an empty batch has one empty part."""
+        if not self._announcements:
+            self._draw(next(self._draws))
+        return self._announcements.popleft()
+
+    def filled(self) -> Iterator[Tensor]:
+        """Record numbers of all parts that are not empty, for the fetcher."""
+        while True:
+            while not self._unfetched:
+                draw = next(self._draws, None)
+                if draw is None:
+                    return
+                self._draw(draw)
+            yield self._unfetched.popleft()
+
+    def _draw(self, draw: int) -> None:
+        indices = self._sampler.indices(draw)
+        parts = _split(indices, self._part_size)
+        batch = Batch(draw, len(indices), self._sampler.name, self._sampler.rate)
+        self._announcements.append((batch, parts))
+        self._unfetched.extend(filter(len, parts))
+
+
+def _split(records: Tensor, part_size: int | None) -> list[Tensor]:
+    return list(records.split(part_size or max(1, len(records))))

@@ -1,0 +1,177 @@
+"""The state of a private run, in memory and on disk: what changes from step to step, how it is saved and gone on from."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from clipless import refusals
+from clipless.accounting import Ledger, Spent, StepEvent
+from clipless.distributed import Alone, Ranks
+from clipless.errors import Misuse, RankFailed
+from clipless.noise import NoiseSource
+from clipless.plan import PrivacyPlan
+from clipless.runs.checkpoint import capture, random_states, read_checkpoint
+from clipless.runs.followed import FollowedJournal
+from clipless.runs.journal import Journal
+from clipless.sampling.loader import Batch, PrivateLoader
+from clipless.thresholds.history import History
+from clipless.thresholds.policy import State
+
+
+class Removable(Protocol):
+    """What was put on the model or the optimizer and can be taken off again."""
+
+    def remove(self) -> None: ...
+
+
+class SavedRun(refusals.Whole):
+    """A run as far as it is saved: the ledger, the policy's state, the keys of the noise, the number of draws.
+
+    `_noise` keeps the event and the standard deviations of a step as long as the thresholds stay; `_handles` is empty
+    before the run is attached and after it is detached.
+    """
+
+    loader: PrivateLoader
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        plan: PrivacyPlan,
+        source: NoiseSource,
+        ranks: Alone | Ranks,
+    ) -> None:
+        self.plan = plan
+        self.ledger = Ledger()
+        self.history = History()
+        self._model, self._optimizer, self._source, self._ranks = model, optimizer, source, ranks
+        self._batch: Batch | None = None
+        self._journal: Journal | FollowedJournal | None = None
+        self._handles: list[Removable] = []
+        self._policy_state: State = {}
+        self._thresholds: Tensor
+        self._noise: tuple[StepEvent, list[float]] | None
+        self._set_policy(plan.clipping.policy.init(plan.setting))
+
+    def _set_policy(self, state: State) -> None:
+        self._policy_state, self._thresholds = state, self.plan.clipping.policy.thresholds(state)
+        self._noise = None
+
+    @property
+    def ledger_file(self) -> dict[str, Any] | None:
+        """Which ledger file this is (`run`), how many events it has (`position`), and its last hash (`head`): keep it
+        elsewhere, and a ledger that was cut or written anew can be told from the true one. None without a file, and on every
+        rank but the first, which alone writes it."""
+        return self._journal.place() if self._journal else None
+
+    @property
+    def thresholds(self) -> Tensor:
+        """The current thresholds, one row per group, [G,1]. They are constants or released values: safe to show."""
+        return self._thresholds.clone()
+
+    def spent(self) -> Spent:
+        """The privacy spent so far, computed from the events in the ledger."""
+        return self.ledger.spent(self.plan.delta, self.plan.accountant)
+
+    def save_to(self, path: str | Path) -> None:
+        """From now on write every event to this ledger file, which must not exist yet, before its result can be seen.
+
+        Steps already taken are written first. `clipless report` reads the file; docs/ledger.md tells what it promises.
+        """
+        made: Journal | FollowedJournal | None = None
+        try:
+            with self._ranks.together("save_to"):
+                if self._journal:
+                    raise Misuse(f"the ledger is on disk already, in {self._journal.path}: a run has one ledger.")
+                made = self._created(Path(path)) if self._ranks.rank == 0 else FollowedJournal(Path(path))
+        except RankFailed:
+            if isinstance(made, Journal):
+                made.close()
+                made.path.unlink()
+            raise
+        self._journal = made
+
+    def _created(self, path: Path) -> Journal:
+        plan = self.plan
+        return Journal.create(path, plan.delta, plan.accountant, plan.planned(), plan.to_dict(), self.ledger)
+
+    def save_checkpoint(self, path: str | Path, extra: Any = None) -> None:
+        """Write weights, optimizer, random states, `extra` and the run's state to one file, in one move.
+
+        `extra` may hold tensors and plain values, such as a scheduler's state_dict(). The file holds the key of all later
+        noise: keep it as secret as the data, and remove it when the run has ended. Needs a ledger on disk (`save_to`),
+        which belongs to the checkpoint.
+        """
+        with self._ranks.together("save_checkpoint"):
+            if self._journal is None or not self._handles:
+                raise Misuse(
+                    "a checkpoint needs its ledger on disk: call save_to(path) first, and save before detach()."
+                )
+            state = self.state_dict()
+        _, *others = self._ranks.gathered(random_states())
+        with self._ranks.together("save_checkpoint"):
+            if isinstance(self._journal, Journal):
+                saved = capture(Path(path), self._journal, self._model, self._optimizer, state, extra, others)
+                saved.write(Path(path))
+
+    def load_checkpoint(self, path: str | Path, *, ledger: str | Path | None = None, reseed: bool = False) -> Any:
+        """Go on from a checkpoint, in a fresh `make_private` with the same arguments, and return its `extra`.
+
+        The ledger is taken from where it lay beside the checkpoint, or from `ledger`. Steps that were taken after the
+        checkpoint are repeated at no cost, and each must release what it released before. With `reseed` they stay counted
+        and the run goes on with new noise, ending that much earlier.
+        If anything is refused, nothing has been changed.
+        """
+        ranks, journal, found = self._ranks, None, None
+        with ranks.together("load_checkpoint"):
+            refusals.refuse_begun(self._batch, self.ledger.steps, self._journal)
+            saved = read_checkpoint(Path(path))
+            refusals.refuse_other_plan(saved.private, self.plan.to_dict())
+            saved.refuse_unfit(self._model, self._optimizer)
+            where = saved.ledger_path(Path(path)) if ledger is None else Path(ledger)
+        ranks.same("load_checkpoint", f"{saved.position} {saved.head}")
+        with ranks.together("load_checkpoint"):
+            if ranks.rank == 0:
+                journal, found = Journal.resume(where, saved.run, saved.position, saved.head)
+        saved.restore(self._model, self._optimizer, ranks.rank)
+        self.load_state_dict(saved.private)
+        with ranks.together("load_checkpoint"):
+            if reseed and journal and found:
+                journal.give_up_pending(found)
+        pending = ranks.shared(journal.pending if journal else 0)
+        events = ranks.shared((found.ledger() if reseed else found.recorded()).to_dict() if found else {})
+        self.ledger = Ledger.from_dict(events)
+        self._journal = journal or FollowedJournal(where, pending)
+        if reseed:
+            self._source.renew(self.ledger.steps - self._journal.pending, self.loader.draws)
+            self._source.load_state_dict(ranks.shared(self._source.state_dict()))
+        return saved.extra
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the run needs to go on later. It holds the key of all later noise: keep it as secret as the data."""
+        if self._batch is not None:
+            raise Misuse("state_dict() in the middle of a batch: save after optimizer.step().")
+        return {
+            "plan": self.plan.to_dict(),
+            "ledger": self.ledger.to_dict(),
+            "policy": {name: value.clone() for name, value in self._policy_state.items()},
+            "history": self.history.state_dict(),
+            "draws": self.loader.draws,
+            "noise": self._source.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, with weights and optimizer restored by the caller. The plan must be the same.
+
+        Never go on twice from one state: the same noise would hide two different gradients. `load_checkpoint` sees to
+        that, with a ledger on disk.
+        """
+        refusals.refuse_begun(self._batch, self.ledger.steps, self._journal)
+        refusals.refuse_other_plan(state, self.plan.to_dict())
+        self._source.load_state_dict(state["noise"])
+        self.ledger = Ledger.from_dict(state["ledger"])
+        self._set_policy({name: value.clone() for name, value in state["policy"].items()})
+        self.history = History.from_state_dict(state["history"])
+        self.loader.draws = state["draws"]

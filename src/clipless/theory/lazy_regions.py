@@ -1,0 +1,112 @@
+"""AUTO figures 3 and 11: parameters at which the clipped gradient all but vanishes, far from the minimum.
+
+Both problems have one parameter θ and their minimum at 0, up to sampling. With R below most gradients, Abadi and AUTO-V
+count records on either side instead of weighing them, so the sum is flat between the classes; AUTO-S is not.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import brentq
+
+from clipless.errors import InvalidArgument
+from clipless.theory.rules import Rule, abadi, auto_s, auto_v, no_clipping
+
+Floats = npt.NDArray[np.float64]
+FARTHEST = 30.0
+
+
+@dataclass(frozen=True)
+class LogisticBias:
+    """log(1 + exp(−y(θ + x))) with x ~ N(y, 1): the bias of a logistic regression whose weight is 1.
+
+    Which side a record pulls to is its label, whatever θ: with as many of either label AUTO-V's sum is zero everywhere.
+    The paper does not print the loss; this one has the region [-2, 2] that it names.
+    """
+
+    x: Floats
+    y: Floats
+
+    def gradients(self, theta: float) -> Floats:
+        margins = self.y * (theta + self.x)
+        found: Floats = -self.y / (1 + np.exp(np.minimum(margins, 700.0)))
+        return found
+
+
+@dataclass(frozen=True)
+class Mean:
+    """½(θ − x)²: the mean of the records."""
+
+    x: Floats
+
+    def gradients(self, theta: float) -> Floats:
+        return theta - self.x
+
+
+Problem = LogisticBias | Mean
+
+
+def logistic_problem(count: int = 10_000, seed: int = 0) -> LogisticBias:
+    """`count` records, half of them y = 1 and half y = −1."""
+    y = np.repeat([1.0, -1.0], count // 2)
+    return LogisticBias(np.random.default_rng(seed).normal(y), y)
+
+
+def mean_problem(count: int = 10_000, seed: int = 0) -> Mean:
+    """Records of ½N(4, 1) + ½N(−4, 1), half from each. (The paper's listing prints the same mean twice.)"""
+    return Mean(np.random.default_rng(seed).normal(np.repeat([4.0, -4.0], count // 2)))
+
+
+LOGISTIC_RULES: dict[str, Rule] = {"abadi": abadi, "auto-v": auto_v, "auto-s": auto_s(0.01)}
+MEAN_RULES: dict[str, Rule] = {"abadi": abadi, "auto-v": auto_v, "auto-s": auto_s(0.1)}
+THRESHOLD = 0.01
+# At these the regions of Abadi's rule are those that the paper names, [-2, 2] and (-1, 1).
+LOGISTIC_TOLERANCE, MEAN_TOLERANCE = 0.01, 0.001
+
+
+def clipped_mean(problem: Problem, rule: Rule, theta: float, threshold: float = THRESHOLD) -> float:
+    """The mean of c_i g_i at θ, in units of R: between −1 and 1 whatever the rule."""
+    gradients = problem.gradients(theta)
+    return float((rule(np.abs(gradients), threshold) * gradients).mean() / threshold)
+
+
+def plain_mean(problem: Problem, theta: float) -> float:
+    """The mean gradient at θ without clipping."""
+    return clipped_mean(problem, no_clipping, theta, 1.0)
+
+
+@dataclass(frozen=True)
+class LazyRegion:
+    """Where |mean clipped gradient| ≤ tolerance·R; infinite ends where it never exceeds that within ±30."""
+
+    low: float
+    high: float
+    tolerance: float
+
+    @property
+    def width(self) -> float:
+        return self.high - self.low
+
+
+def lazy_region(problem: Problem, rule: Rule, tolerance: float, threshold: float = THRESHOLD) -> LazyRegion:
+    """The interval of θ in which the clipped gradient is at most `tolerance`·R in size, by bracketing roots.
+
+    In both problems the clipped gradient never falls with θ, so there is one root at either end, or none. Ends are good to
+    1e-6; where AUTO-V's is flat at the tolerance itself, that belongs to the region.
+    """
+
+    if tolerance <= 0:
+        raise InvalidArgument(f"tolerance must be above 0, got {tolerance}: without one a region is a point or flat.")
+
+    def end(level: float) -> float:
+        def above(theta: float) -> float:
+            return clipped_mean(problem, rule, theta, threshold) - level
+
+        if above(-FARTHEST) * above(FARTHEST) > 0:
+            return math.copysign(math.inf, level)
+        return float(brentq(above, -FARTHEST, FARTHEST, xtol=1e-6))
+
+    edge = tolerance * (1 + 1e-9)
+    return LazyRegion(end(-edge), end(edge), tolerance)

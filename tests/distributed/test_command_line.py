@@ -1,0 +1,76 @@
+"""`torchrun -m clipless train`: the first rank alone prints and writes; all ranks killed, and resumed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clipless import read_ledger
+from clipless.app.data import load
+from clipless.app.training import TrainingSettings, train
+
+TRAIN = ["-m", "clipless", "train", "--epochs", "10", "--seed", "3", "--accountant", "gdp", "--json"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def ranks(out: Path) -> list["subprocess.Popen[bytes]"]:
+    """Two ranks with the environment that torchrun gives, so that each of them can be killed."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "test"}
+    return [
+        subprocess.Popen(
+            [sys.executable, *TRAIN, "--out", str(out)],
+            env=ENVIRONMENT | where | {"RANK": str(rank), "WORLD_SIZE": "2"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_a_run_whose_ranks_were_all_killed_is_resumed_by_torchrun(tmp_path: Path) -> None:
+    out, started = tmp_path / "run", ranks(tmp_path / "run")
+    try:
+        deadline = time.monotonic() + 120
+        while lines(out / "ledger.jsonl") < 15 and time.monotonic() < deadline:
+            time.sleep(0.005)
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGKILL)
+    assert [process.wait() for process in started] == [-9, -9]
+    recorded = read_ledger(out / "ledger.jsonl", torn=True).recorded().steps
+    assert 14 <= recorded < 60
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, *TRAIN, "--out", str(out), "--resume"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said: dict[str, Any] = json.loads(done.stdout)
+    settings = TrainingSettings(epochs=10, seed=3, accountant="gdp")
+    alone = train(load("digits"), settings)
+    assert said["metrics"]["steps"] == alone.steps == read_ledger(out / "ledger.jsonl").recorded().steps
+    assert said["metrics"]["epsilon"] == alone.epsilon
+    for name, tensor in torch.load(out / "model.pt").items():
+        assert torch.allclose(tensor, alone.model.state_dict()[name], atol=1e-2), name
+    assert sorted(path.name for path in out.iterdir()) == ["ledger.jsonl", "model.pt", "run.json"]

@@ -1,0 +1,32 @@
+"""The README's Python runs as it stands there, and the files it points to exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_readme_has_the_loop() -> None:
+    assert any("clipless.make_private(" in block and "optimizer.step()" in block for block in BLOCKS)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_python_block_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {"__name__": "readme"}
+    exec(compile(BLOCKS[number], f"README.md block {number}", "exec"), names)
+    assert "epsilon=" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
+def test_link_leads_to_a_file(target: str) -> None:
+    assert (ROOT / target).is_file()
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_make_targets_of_the_readme_exist(target: str) -> None:
+    assert f"make {target}" in README
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)

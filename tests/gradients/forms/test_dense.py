@@ -1,0 +1,75 @@
+"""Norms of many forms at once are those of each by itself, whatever they share and in whatever order they come."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipless.gradients.forms import Form, Instantiated, OuterProducts, Scattered, can_wait, sq_norms_of
+
+KINDS = ("written", "product", "product with bias", "long product", "table", "known", "known product")
+
+
+def made(kind: str, records: int, dtype: torch.dtype, width: int) -> list[Form]:
+    """Forms of one layer, the last one its weight."""
+    acts, grads = torch.randn(records, 1, width, dtype=dtype), torch.randn(records, 1, width + 1, dtype=dtype)
+    written = Instantiated(grads.squeeze(1))
+    if kind in ("known", "known product"):
+        known: list[Form] = [written, OuterProducts(acts, grads, summed=written)]
+        known[kind == "known product"].sq_norms
+        return known
+    if kind == "long product":
+        return [OuterProducts(torch.randn(records, 3, width, dtype=dtype), torch.randn(records, 3, 2, dtype=dtype))]
+    if kind == "table":
+        return [Scattered(torch.randint(5, (records, 2)), torch.randn(records, 2, width, dtype=dtype), 5)]
+    products: dict[str, list[Form]] = {
+        "written": [Instantiated(torch.randn(records, 2, width, dtype=dtype))],
+        "product": [OuterProducts(acts, grads)],
+        "product with bias": [written, OuterProducts(acts, grads, summed=written)],
+    }
+    return products[kind]
+
+
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
+    records=st.integers(1, 5),
+    double=st.booleans(),
+    order=st.randoms(use_true_random=False),
+)
+def test_norms_of_many_are_those_of_each(kinds: list[str], records: int, double: bool, order: object) -> None:
+    torch.manual_seed(len(kinds))
+    dtype = torch.float64 if double else torch.float32
+    forms = [form for number, kind in enumerate(kinds) for form in made(kind, records, dtype, number + 1)]
+    order.shuffle(forms)  # type: ignore[attr-defined]
+    expected = [form.per_record().flatten(1).double().square().sum(1) for form in forms]
+    which, found = sq_norms_of(forms)
+    assert sorted(which) == list(range(len(forms)))
+    for row, number in enumerate(which):
+        assert torch.allclose(found[row].double(), expected[number], rtol=1e-4), type(forms[number])
+
+
+def test_a_record_that_is_not_finite_spoils_no_other() -> None:
+    acts, grads = torch.ones(3, 1, 4), torch.ones(3, 1, 2)
+    grads[1, 0, 0] = torch.nan
+    bias = Instantiated(grads.squeeze(1))
+    which, found = sq_norms_of([bias, OuterProducts(acts, grads, summed=bias)])
+    assert which == [0, 1]
+    assert found[:, [0, 2]].tolist() == [[2.0, 2.0], [8.0, 8.0]]
+    assert found[:, 1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("form", "waits"),
+    [
+        (Instantiated(torch.zeros(4, 8)), True),
+        (Instantiated(torch.zeros(4, 9)), False),
+        (OuterProducts(torch.zeros(4, 1, 8), torch.zeros(4, 1, 8)), True),
+        (OuterProducts(torch.zeros(4, 1, 9), torch.zeros(4, 1, 8)), False),
+        (OuterProducts(torch.zeros(4, 1, 8), torch.zeros(4, 1, 9)), False),
+        (OuterProducts(torch.zeros(4, 2, 1), torch.zeros(4, 2, 1)), False),
+        (Scattered(torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, 1, 1), 3), False),
+    ],
+    ids=["written", "written-large", "product", "product-wide", "product-tall", "positions", "scattered"],
+)
+def test_small_ones_wait_for_others(form: Form, waits: bool) -> None:
+    assert can_wait(form, size=4 * 8 * 4 + 1) == waits

@@ -1,0 +1,266 @@
+"""All compiled code: built with and without threads, checked before it is used, the same in any number of threads, and
+safe in a forked child. What each function computes is tested beside its user."""
+
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+from torch import Tensor
+
+from clipless.gradients.layers import norm_sums
+from clipless.gradients.recurrent import compiled_lstm
+from clipless.gradients.recurrent.cells import CELLS, Weights
+from clipless.gradients.recurrent.recurrence import forward
+from clipless.native import LIBRARY, SOURCES, library, rows
+from clipless.noise import adding, noise_source
+from compiling import build_hook, needs_compiler, needs_library
+
+pytestmark = needs_compiler
+
+# For every source: what checks and loads it, and changes to it that the check must see.
+CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
+    "noise.c": (
+        adding.compiled,
+        [
+            ("NEXT_KEY(keys, 14, 0x40, 0xff)", "NEXT_KEY(keys, 14, 0x80, 0xff)"),
+            ("NEXT_KEY(keys, 3, 0x00, 0xaa)", "NEXT_KEY(keys, 3, 0x00, 0xff)"),
+            ("round < ROUNDS", "round < ROUNDS - 1"),
+            ("chunk * BLOCKS", "0 * chunk"),
+            ("-0.44445724953699084", "-0.44445724954"),
+            ("-1.3862943611198906", "-1.38629436111989"),
+            ("0x3fe6a09e667f3bcd", "0x3fe7000000000000"),
+            ("0.002490394570188844", "0.00249039457018"),
+            ("-0.30842513753404227", "-0.30842513753404"),
+            ("(word & 4 ? y : x)", "(word & 8 ? y : x)"),
+            ("word << 62 & 0x8000000000000000", "word << 61 & 0x8000000000000000"),
+            ("noise[k] * stddev", "noise[k]"),
+            ("(6ull << 52)", "(5ull << 52)"),
+            ("noise + (place - from)", "noise"),
+            ("+ (double)sums[k]", ""),
+        ],
+    ),
+    "lstm.c": (
+        compiled_lstm.compiled,
+        [
+            ("keep * c[at] + in", "keep * c[at] - in"),
+            ("* (1.0f - keep)", "* (1.001f - keep)"),
+            ("0.693359375f", "0.6934f"),
+            ("out * seen;", "out * state;"),
+            ("= cell * keep", "= cell * in"),
+        ],
+    ),
+    "rows.c": (
+        rows.compiled,
+        [
+            ("row[k + lane] * row[k + lane]", "row[k + lane]"),
+            ("for (; k < width; k++)", "for (; k + 1 < width; k++)"),
+            ("if (!keeps)", "if (keeps)"),
+            ("fc * c[k] + fd * d[k]", "fc * c[k]"),
+            ("for (; row < records; row++, a += width)", "for (; row + 1 < records; row++, a += width)"),
+        ],
+    ),
+    "layer_norm.c": (
+        norm_sums.compiled,
+        [
+            ("centred ? sum_of", "!centred ? sum_of"),
+            ("/ width + eps", "/ width + 1e-3f"),
+            ("scale[k] += scales[k]", "scale[k] = scales[k]"),
+            ("shifts[k] += g[k]", "shifts[k] += row[k]"),
+            ("for (; k < width; k++)\n        total", "for (; k + 1 < width; k++)\n        total"),
+        ],
+    ),
+}  # fmt: skip
+
+# The noise is compiled for processors with AES instructions.
+DONE_WITHOUT = set() if platform.machine() == "x86_64" else {"noise.c"}
+
+
+def copied(folder: Path, source: str) -> Path:
+    """A folder with what this source needs to be compiled."""
+    folder.mkdir()
+    for name in (source, "processors.h"):
+        shutil.copy(SOURCES / name, folder / name)
+    return folder
+
+
+def test_every_source_has_a_check() -> None:
+    assert {source.name for source in SOURCES.glob("*.c")} == CHECKED.keys()
+
+
+@needs_library
+def test_every_source_is_checked_before_it_is_used() -> None:
+    missing = {source for source, (load, _) in CHECKED.items() if load(LIBRARY) is None}
+    assert missing <= DONE_WITHOUT, "the package was installed without its compiled part: pip install -e . again"
+
+
+@pytest.mark.parametrize("source", CHECKED)
+def test_a_library_that_computes_anything_else_is_not_used(source: str, tmp_path: Path) -> None:
+    if source in DONE_WITHOUT:
+        pytest.skip("it is not built here")
+    load, changes = CHECKED[source]
+    text = (SOURCES / source).read_text()
+    for number, (old, new) in enumerate([*changes, ("", "")]):
+        assert old in text
+        folder, library = copied(tmp_path / str(number), source), tmp_path / f"{number}.so"
+        (folder / source).write_text(text.replace(old, new) if old else text)
+        assert build_hook().compile_all(folder, library) is None
+        assert (load(library) is None) == bool(old), (old, new)
+
+
+@pytest.mark.parametrize("source", CHECKED)
+@pytest.mark.parametrize("content", [None, b"", b"not a library"], ids=["missing", "empty", "text"])
+def test_a_library_that_cannot_be_loaded_is_done_without(source: str, content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "_compiled.so").write_bytes(content)
+    load, _ = CHECKED[source]
+    assert load(tmp_path / "_compiled.so") is None
+
+
+def test_a_library_without_the_functions_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "other.c").write_text("int other(void) { return 1; }")
+    assert build_hook().compile_all(tmp_path, tmp_path / "other.so") is None
+    for load, _ in CHECKED.values():
+        assert load(tmp_path / "other.so") is None
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "cc -no-such-option"])
+def test_without_a_working_compiler_the_build_says_why_and_leaves_nothing(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    problem = build_hook().compile_all(SOURCES, tmp_path / "out.so")
+    assert problem
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiler_without_threads_builds_what_needs_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Then one thread does everything."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-fopenmp*) exit 1;; esac\nexec cc "$@"\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(compiler))
+    assert build_hook().compile_all(SOURCES, tmp_path / "one.so") is None
+    assert {name for name, (load, _) in CHECKED.items() if load(tmp_path / "one.so") is None} == DONE_WITHOUT
+
+
+# Threads.
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def results() -> list[Tensor]:
+    """What all functions compute, on sizes that are worth several threads."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(64, 9001, generator=generator)
+    total = torch.randn(9001, generator=generator)
+    rows.add_rows([rows.Weighted(total, gradients, torch.linspace(0, 1, 64), beta=1)])
+    states = torch.randn(16, 64, 200, generator=generator)
+    lstm = torch.nn.LSTM(200, 100)
+    with torch.no_grad():
+        for weight in lstm.parameters():
+            weight.copy_(torch.linspace(-0.1, 0.1, weight.numel()).view(weight.shape))
+    weights = Weights(*(p.detach() for p in lstm.parameters()), None)  # type: ignore[arg-type]
+    zeros = torch.zeros(1, 64, 100)
+    result = forward(CELLS["lstm"], [[weights]], states, (zeros, zeros), [64] * 16)
+    noised = noise_source("seeded", 3).release("gradient", 5, [gradients, total], [0.5, 2.0])
+    sums = norm_sums.norm_sums(states.transpose(0, 1).contiguous(), torch.ones(64, 16, 200), 1, 1e-5, centred=True)
+    return [rows.squared_lengths([gradients]), total, result.output, *noised, *sums]
+
+
+def test_no_result_depends_on_the_number_of_threads(restored: None) -> None:
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(results())
+    assert all(torch.equal(one, other) for more in found[1:] for one, other in zip(found[0], more, strict=True))
+
+
+def test_there_are_threads_for_what_is_worth_it(restored: None) -> None:
+    torch.set_num_threads(2)
+    assert [library.threads(work) for work in (0, library.WORTH_A_THREAD - 1, 2 * library.WORTH_A_THREAD, 2**40)] == [
+        1, 1, 2, 2,
+    ]  # fmt: skip
+
+
+def in_a_process(script: str) -> None:
+    """Run the script, which may import this file, in a process of its own; it ends with 0 if all is well."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(script)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_and_the_library_share_their_threads() -> None:
+    """Two OpenMP libraries in one process would each keep the other's cores busy. In a process of its own: other packages
+    that tests load bring theirs along."""
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("there is no list of what is loaded")
+    in_a_process("""
+        import torch
+        from pathlib import Path
+        from native.test_build import results
+        torch.ones(10**6).sum()
+        results()
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        loaded = {line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line}
+        assert len(loaded) == 1, loaded
+    """)
+
+
+def test_a_forked_child_computes_the_same_and_never_waits() -> None:
+    """OpenMP's threads are at work before the fork, and gone after it."""
+    in_a_process("""
+        import os, signal, sys
+        import torch
+        from clipless.native import library
+        from native.test_build import results
+        torch.set_num_threads(2)
+        before = results()
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            torch.set_num_threads(1)  # for torch's own
+            library.torch.get_num_threads = lambda: 2
+            same = all(torch.equal(a, b) for a, b in zip(before, results(), strict=True))
+            os._exit(0 if same and library.threads(2**30) == 1 else 1)
+        _, status = os.waitpid(child, 0)
+        after = results()
+        sys.exit(status or not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+    """)
+
+
+def test_noise_may_be_asked_for_first_in_a_forked_child() -> None:
+    """The library is loaded and checked there, beside threads of torch's that are gone."""
+    in_a_process("""
+        import os, signal, sys
+        import torch
+        from clipless.noise import noise_source
+        torch.set_num_threads(2)
+        torch.ones(1000, 1000) @ torch.ones(1000, 1000)
+        sums = torch.zeros(10**6)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            (noised,) = noise_source("seeded", 3).release("gradient", 5, [sums], [2.0])
+            os.write(writer, noised[-1000:].numpy().tobytes())
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        (noised,) = noise_source("seeded", 3).release("gradient", 5, [sums], [2.0])
+        sys.exit(status or os.read(reader, 4000) != noised[-1000:].numpy().tobytes())
+    """)

@@ -1,0 +1,25 @@
+"""The noise of a seeded run, computed apart from it, and what a release with that noise must be."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from clipless.noise.adding import grid
+from clipless.noise.keys import SeededKeys
+from clipless.noise.normals import standard_normals
+
+
+def seeded_normals(seed: int, stream: str, step: int, templates: Iterable[Tensor]) -> list[Tensor]:
+    """The standard normals that a run with this seed adds in a step, shaped like the tensors that it adds them to."""
+    wanted = list(templates)
+    numbers = standard_normals(SeededKeys(seed).key(stream, step), sum(one.numel() for one in wanted))
+    parts = torch.from_numpy(numbers).split([one.numel() for one in wanted])
+    return [part.view(one.shape) for part, one in zip(parts, wanted, strict=True)]
+
+
+def assert_on_grid(released: Tensor, exact: Tensor, stddev: float, within: float) -> None:
+    """What was released is the exact value rounded to the grid of the noise, if the value may be off by `within`."""
+    step = grid(stddev)
+    low, high = (((exact.double() + off) / step).round() * step for off in (-within, within))
+    assert ((low <= released) & (released <= high)).all(), (released, exact)
