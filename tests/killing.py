@@ -32,6 +32,7 @@ from clipless.runs.ledger_file import read_ledger
 REAL_WRITE = os.write
 KILLS = {"secure": {"moment": 20, "write": 12}, "seeded": {"moment": 3, "write": 5}}
 SECURE = TrainingSettings(model="linear", clipping="dc-e", epsilon=5.0, epochs=8, batch_size=32, accountant="rdp")
+STEPS = 24
 SETTINGS = {"secure": SECURE, "seeded": replace(SECURE, seed=1)}
 
 
@@ -76,8 +77,15 @@ def child(work: Callable[[], None]) -> int:
     return number
 
 
-def killed_at_moment(data: Data, out: Path, seconds: float) -> bool:
+def killed_at_moment(data: Data, out: Path, steps: int, seconds: float) -> bool:
+    """The child dies some seconds after it has seen so many more steps, however fast the machine is today."""
+    seen = out.with_suffix(".seen")
+    goal = (len(seen.read_text().splitlines()) if seen.exists() else 0) + steps
     number = child(lambda: run(data, out))
+    while (not seen.exists() or len(seen.read_text().splitlines()) < goal) and not os.waitid(
+        os.P_PID, number, os.WEXITED | os.WNOHANG | os.WNOWAIT
+    ):
+        time.sleep(0.0005)
     time.sleep(seconds)
     os.kill(number, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == -signal.SIGKILL
@@ -147,7 +155,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     data, chance = blobs(), random.Random(0)
     first = saved_start(data, folder / "start") if NOISE == "secure" else None
-    for name in ("whole", "again"):
+    for name in ("whole", "again"):  # the first also pays for what is computed once
         if first:
             shutil.copytree(first, folder / name)
         start = time.perf_counter()
@@ -165,8 +173,8 @@ def main(folder: Path) -> None:
                 if (out / "run.json").exists():
                     break
                 if kind == "moment":
-                    # How long a run takes changes with what else the machine has to do.
-                    struck = killed_at_moment(data, out, chance.choice((0.5, 1, 2)) * chance.uniform(0, seconds))
+                    steps = chance.randrange(STEPS)
+                    struck = killed_at_moment(data, out, steps, chance.uniform(0, 3 * seconds / STEPS))
                 else:
                     call = round(120 ** chance.random())
                     struck = killed_in_write(data, out, call, chance.choice([0, 0.3, 0.9, 1]))

@@ -26,6 +26,7 @@ from clipless.runs.journal import Journal
 from clipless.runs.ledger_file import read_ledger
 from clipless.runs.run_folder import RunFolder
 from killing import KILLS, blobs
+from killing import STEPS as KILLED_STEPS
 from small_run import STEPS, begin, dataset
 
 QUICK = TrainingSettings(model="linear", epochs=3, batch_size=32, seed=1, accountant="rdp")
@@ -59,7 +60,7 @@ def test_killed_runs_were_killed_in_the_middle(trials: list[dict[str, Any]], noi
     states = [state for trial in mine for state in trial["states"]]
     assert sum(trial["kills"] for trial in mine) >= KILLS[noise][kind]
     assert len({state["recorded"] for state in states}) > (5 if noise == "secure" else 1)
-    assert any(0 < state["seen"] < 24 for state in states)
+    assert any(0 < state["seen"] < KILLED_STEPS for state in states)
 
 
 def test_a_killed_run_has_never_shown_more_than_its_ledger_says(trials: list[dict[str, Any]], noise: str) -> None:
