@@ -175,6 +175,22 @@ class CentredConstants(Attends):
         return self.b(h - h.mean(0).detach())
 
 
+class CentredWithDropout(Attends):
+    """The same where random numbers are drawn, so that as many rows must go in again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.a(x), 0.3)
+        return self.b(h - h.mean(0).detach())
+
+
+class FirstConstant(Attends):
+    """The values of the first record enter all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h + 0.1 * h[:1].detach())
+
+
 class FirstRecord(Attends):
     """Every record is added to the first one's."""
 
@@ -194,7 +210,8 @@ class Crossing(nn.Module):
         return self.last((x * self.scale).roll(1, 0) + x)
 
 
-MIXING = [Attends, Permutes, CentredData, CentredActivations, CentredConstants, FirstRecord, Crossing]
+MIXING = [Attends, Permutes, CentredData, CentredActivations, CentredConstants, CentredWithDropout, FirstConstant]
+MIXING += [FirstRecord, Crossing]
 
 
 @MODES

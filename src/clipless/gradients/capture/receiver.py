@@ -245,7 +245,7 @@ class Receiver:
     def _take(self, micro: MicroBatch, tap: Call | Crossing, forms: list[tuple[str, Form | Routed]]) -> None:
         if self.trial is not None:
             for name, form in forms if tap.forward_pass in (None, self.trial.adds_up) else ():
-                self.trial.add(name, form.rows if isinstance(form, Routed) else form, self._parameters[name])
+                self.trial.add(name, form, self._parameters[name])
             return
         arrivals = self._arrivals
         for name, form in forms:

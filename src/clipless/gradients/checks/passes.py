@@ -77,9 +77,9 @@ class ForwardPass:
 
     Of a checked pass, `outputs` are the outputs before the tap on them, at these `places` among its floating-point
     tensors; `out_dims` says where their records lie, `values` is a sketch of them, and `drawn` the random state at the
-    end. `grads` are the gradients that arrived there, and `totals` every parameter's gradient summed over the records
-    without clipping. `hidden` is set if no output with a gradient was found, `loss_inside` if the module returned the
-    loss of the whole batch, `averaged` if that is a mean.
+    end. `grads` are the gradients that arrived there, and `totals` every parameter's gradient without clipping, summed
+    over the records that are `judged`, [b], or over all if that is None. `hidden` is set if no output with a gradient was
+    found, `loss_inside` if the module returned the loss of the whole batch, `averaged` if that is a mean.
     """
 
     name: str
@@ -97,6 +97,7 @@ class ForwardPass:
     drawn: RandomState | None = None
     grads: tuple[Tensor | None, ...] | None = None
     totals: dict[str, Tensor] = field(default_factory=dict)
+    judged: Tensor | None = None
     routed: bool = False
     hidden: bool = False
     loss_inside: bool = False

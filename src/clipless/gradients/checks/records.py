@@ -14,8 +14,8 @@ from torch import Tensor
 
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
 from clipless.gradients.checks.passes import ForwardPass
-from clipless.gradients.checks.seeds import IMPURE, impurity, named_records, seed_passes, sketch
-from clipless.gradients.forms import Form
+from clipless.gradients.checks.seeds import IMPURE, impurity, named_records, seed_passes, sketch, some_of
+from clipless.gradients.forms import Form, Routed
 from clipless.gradients.trees import Dims
 
 ROOT = "(output)"
@@ -38,11 +38,12 @@ class Heard(Protocol):
 
 class Trial:
     """A backward pass of which nothing is used for training. `echoes` has what arrived at each tap, one after the other;
-    `totals`, if it adds up those of a pass, the sums over the records of what arrived in that one. Kept `whole`, or in a
-    sketch."""
+    `totals`, if it adds up those of a pass, the sums over the judged records of what arrived in that one. Kept `whole`, or
+    in a sketch. `unsure` if nothing had told at some tap where the records lie."""
 
     def __init__(self, adds_up: ForwardPass | None = None, whole: bool = False) -> None:
         self._whole = whole
+        self.unsure = False
         self.echoes: dict[tuple[int, str], list[list[Tensor]]] = {}
         self.adds_up = adds_up
         self.totals = None if adds_up is None else adds_up.totals
@@ -51,14 +52,25 @@ class Trial:
         pairs = zip(grads, tap.out_dims, strict=True)
         kept = [g.detach().clone() if tap.unsure or self._whole else tap_sketch(tap, g, dim) for g, dim in pairs]
         self.echoes.setdefault(_key(tap), []).append(kept)
+        self.unsure |= tap.unsure
 
-    def add(self, name: str, form: Form, like: Tensor) -> None:
+    def add(self, name: str, use: Form | Routed, like: Tensor) -> None:
+        """Add what the judged records have in one use of a parameter."""
+        assert self.adds_up is not None
         assert self.totals is not None
-        total = self.totals.get(name)
+        form, record = (use.rows, use.record) if isinstance(use, Routed) else (use, None)
+        total, judged = self.totals.get(name), self.adds_up.judged
+        beta = 1
         if total is None:
             kind = torch.promote_types(like.dtype, torch.float32)
-            total = self.totals[name] = torch.zeros(like.shape, dtype=kind, device=like.device)
-        form.add_to(total, torch.ones(len(form), dtype=total.dtype, device=total.device), beta=1)
+            total, beta = torch.empty(like.shape, dtype=kind, device=like.device), 0
+            self.totals[name] = total
+        if judged is None:
+            weights = torch.ones(len(form), dtype=total.dtype, device=total.device)
+        else:
+            weights = judged.to(total)
+            weights = weights if record is None else weights[record.clamp(min=0)]
+        form.add_to(total, weights, beta=beta)
 
     def forget(self) -> None:
         """The pass begins anew."""
@@ -110,6 +122,9 @@ class RecordsCheck:
                 self._refuse_whole_batch(forward_pass, arrived, dims)
                 self._seeded(outputs, arrived, dims, self._anchors())
                 self._seed_positions(forward_pass, outputs, arrived)
+        if self._records > 1 and all(dim is not None for dim in forward_pass.out_dims):
+            unsure = any(trial.unsure for trial in self._trials)
+            forward_pass.judged = None if unsure else some_of(self._records, self._number)
         if forward_pass.rerun is not None or not self.at_losses:
             arrivals, self._arrivals = self._arrivals, {} if self.at_losses else self._arrivals
             self._run(outputs, arrived, self._anchors(), Trial(forward_pass))
