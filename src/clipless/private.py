@@ -234,7 +234,8 @@ class Private(SavedRun):
             return None
         step = self.steps_taken
         with self._ranks.together(f"step {step + 1}"):
-            self.steps_left()
+            if step >= self.plan.steps and not self._allow_overspend:
+                raise refusals.budget_spent(self.plan.steps, self.spent())
             arguments = self._guard.before_step(args, kwargs)
             self._guard.refuse_step(self._engine.seen, None if self._batch is None else self._batch.records)
             if not self._engine.intact():

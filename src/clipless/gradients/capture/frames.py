@@ -3,15 +3,21 @@
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from clipless.gradients.capture.layout import Place
+from clipless.gradients.capture.messages import draws_at_random
+from clipless.gradients.capture.micro_batch import MicroBatch
 from clipless.gradients.capture.model_map import Layer, ModelMap
+from clipless.gradients.capture.patterns import CallPattern
 from clipless.gradients.capture.traced import Operations, Traced, root
-from clipless.gradients.randomness import RandomState
+from clipless.gradients.checks.passes import ForwardPass
+from clipless.gradients.randomness import RandomState, random_state_of, same_random_state
 from clipless.gradients.recurrent.takeover import Takeover
 from clipless.gradients.trees import Dims
 
@@ -84,6 +90,12 @@ class Frame:
         for holder, local, parameter in self.replaced:
             holder._parameters[local] = parameter
 
+    def refuse_random(self) -> None:
+        """Raise if the module has drawn random numbers: it is computed again record by record, which must give the same."""
+        before = self.random_state
+        if before is not None and not same_random_state(before, random_state_of(before.cuda, ())):
+            raise draws_at_random(self.layer.name)
+
 
 @dataclass
 class OperationCounter:
@@ -96,6 +108,28 @@ class OperationCounter:
         key = (owner, inside.name, inside.call)
         self._counts[key] = self._counts.get(key, 0) + 1
         return Place(owner, inside.call, "operand", self._counts[key], inside.name)
+
+
+@dataclass
+class CurrentPass:
+    """What is known of the forward pass that is running: its pattern, the modules that it is in (`frames`), and how often
+    each has been called.
+
+    Taps hang on `anchor`. Without a `forward_pass` a part of the model is being computed again, in the backward pass.
+    """
+
+    pattern: CallPattern
+    forward_pass: ForwardPass | None = None
+    anchor: Tensor = field(default_factory=partial(torch.zeros, (), requires_grad=True))
+    frames: list[Frame] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+    operations: OperationCounter = field(default_factory=OperationCounter)
+
+    def route(self, micro: MicroBatch) -> None:
+        """Note that the micro-batch has rows that are not its records."""
+        micro.routed = True
+        if self.forward_pass is not None:
+            self.forward_pass.routed = True
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[Any]:

@@ -7,19 +7,52 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from clipless.gradients.capture import messages
 from clipless.gradients.capture.crossing import Crossing
 from clipless.gradients.capture.frames import Frame, OperationCounter, unseen_by_checkpoints
 from clipless.gradients.capture.hooks import Hooks
-from clipless.gradients.capture.layout import Place, dims_by_size
+from clipless.gradients.capture.layout import Place, dims_by_size, signature
 from clipless.gradients.capture.model_map import Layer, ModelMap
 from clipless.gradients.capture.patterns import CallPattern
 from clipless.gradients.capture.refusals import refuse_module
 from clipless.gradients.capture.rows import Located, is_single, rows_of_operation
 from clipless.gradients.capture.traced import Traced, located_shapes
+from clipless.gradients.capture.watch import StateWatch
 from clipless.gradients.checks.records import leaves_of
 from clipless.gradients.randomness import random_state_kept
-from clipless.gradients.records import Reading, readings, resized, telling_multiples, telling_records, telling_sizes
-from clipless.gradients.trees import differentiable, opened, shapes_of
+from clipless.gradients.records import (
+    Reading,
+    is_square,
+    readings,
+    resized,
+    telling_multiples,
+    telling_records,
+    telling_sizes,
+)
+from clipless.gradients.trees import differentiable, opened, plain_tensors, shapes_of
+
+
+class LearnedPatterns:
+    """The patterns by which the model has been called so far."""
+
+    def __init__(self, model: ModelMap, hooks: Hooks, watch: StateWatch) -> None:
+        self._model, self._hooks, self._watch, self._rules = model, hooks, watch, model.rules
+        self._patterns: dict[object, CallPattern] = {}
+
+    def find(self, layer: Layer, inputs: tuple[Any, Any], records: int) -> CallPattern:
+        """The pattern of a call of the outermost module. One that is new is learned by probes, or refused."""
+        messages.refuse_unfit_inputs(layer.name, inputs, records)
+        pattern = self._patterns.setdefault(signature(layer.module, inputs), CallPattern(self._rules))
+        square = is_square(inputs, records)
+        if not pattern.learned:
+            learn_pattern(pattern, self._model, self._hooks, layer.module, inputs, records)
+            self._watch.refuse_pass(records)
+            pattern.square = square
+            tensors = plain_tensors(inputs)
+            if tensors is not None and len(tensors) == 1 and pattern.reading == {0: 0}:
+                pattern.single_input = (id(layer.module), layer.module.training, tensors[0].dim())
+        pattern.square &= square
+        return pattern
 
 
 def learn_pattern(
@@ -34,9 +67,8 @@ def learn_pattern(
 
     sizes = telling_sizes(inputs, module, records, len(needed))
     if not pattern.learn(run, found, sizes, partial(telling_multiples, inputs, module, records, len(needed))):
-        Probe(pattern, model, records).run(
-            hooks, module, inputs
-        )  # shows the model's own error, if that was the trouble
+        # The model's own error shows, if that was the trouble.
+        Probe(pattern, model, records).run(hooks, module, inputs)
         raise pattern.refusal()
 
 

@@ -96,6 +96,18 @@ class Receiver:
         self.open(MicroBatch(self.micro.records, self.micro.averaged, self.micro.scale, self.micro.due))
         return self.micro
 
+    def expect(self, names: Iterable[str]) -> None:
+        """One more gradient is to arrive for each of these parameters, which have just been used."""
+        micro = self.micro
+        if micro is None:
+            return
+        for name in names:
+            micro.uses[name] = micro.uses.get(name, 0) + 1
+        if torch._C._current_graph_task_id() != -1:
+            micro.late = True
+            if self.trial is None:
+                self.begin()
+
     def call(self, call: Call, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """The gradient of a module's output has arrived."""
         micro = self._current(call)
