@@ -17,9 +17,9 @@ from clipless.gradients.capture.model_map import Layer, ModelMap
 from clipless.gradients.capture.patterns import CallPattern
 from clipless.gradients.capture.traced import Operations, Traced, root
 from clipless.gradients.checks.passes import ForwardPass
-from clipless.gradients.randomness import RandomState, random_state_of, same_random_state
 from clipless.gradients.recurrent.takeover import Takeover
 from clipless.gradients.trees import Dims
+from clipless.random_state import RandomState, random_state_of, same_random_state
 
 
 @dataclass(slots=True)

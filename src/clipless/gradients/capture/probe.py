@@ -19,7 +19,6 @@ from clipless.gradients.capture.rows import Located, is_single, rows_of_operatio
 from clipless.gradients.capture.traced import Traced, located_shapes
 from clipless.gradients.capture.watch import StateWatch
 from clipless.gradients.checks.records import leaves_of
-from clipless.gradients.randomness import random_state_kept
 from clipless.gradients.records import (
     Reading,
     is_square,
@@ -30,6 +29,7 @@ from clipless.gradients.records import (
     telling_sizes,
 )
 from clipless.gradients.trees import differentiable, opened, plain_tensors, shapes_of
+from clipless.random_state import random_state_kept
 
 
 class LearnedPatterns:

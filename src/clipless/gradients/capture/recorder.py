@@ -28,10 +28,10 @@ from clipless.gradients.capture.refusals import refuse_module
 from clipless.gradients.capture.stand_ins import StandIns
 from clipless.gradients.capture.watch import StateWatch, StructureWatch
 from clipless.gradients.checks.self_check import SelfCheck
-from clipless.gradients.randomness import cuda_devices, random_state_of
 from clipless.gradients.records import broken_records, resized
 from clipless.gradients.recurrent.takeover import take_over
 from clipless.gradients.trees import Shapes, closed, differentiable, opened, plain_tensors, shapes_of
+from clipless.random_state import cuda_devices, random_state_of
 
 
 class Recorder:

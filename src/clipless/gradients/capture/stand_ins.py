@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from clipless.gradients.capture.frames import unseen_by_checkpoints
 from clipless.gradients.capture.hooks import Hooks
 from clipless.gradients.capture.layout import signature
-from clipless.gradients.randomness import random_state_kept
 from clipless.gradients.records import TROUBLES, Reading, readings, with_records
+from clipless.random_state import random_state_kept
 
 
 def stand_in(values: Any, reading: Reading, number: int, truth: bool) -> Any:
