@@ -249,7 +249,7 @@ class Private(SavedRun):
 
     def _release(self, step: int) -> None:
         """Add up over the ranks, add noise, record the event, then show the result."""
-        if self._noise is None or self.plan.thresholds_change:
+        if self._noise is None:
             self._noise = self.plan.event(step), self._stddevs(step)
         event, stddevs = self._noise
         if self._statistic is None and self.plan.statistic_multiplier is not None:

@@ -31,7 +31,7 @@ def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
             value if dim is None else value.unsqueeze(dim) for value, dim in zip(record, use.dims, strict=True)
         )
         args, kwargs = pytree.tree_unflatten([next(values) if isinstance(x, Tensor) else x for x in leaves], spec)
-        with Replaced({id(own[path]): value for path, value in parameters.items()}):
+        with ReplacedParameters({id(own[path]): value for path, value in parameters.items()}):
             outputs = differentiable(functional_call(use.module, parameters, args, kwargs))
         rows = [out.squeeze(dim or 0) for out, dim in zip(outputs, use.out_dims, strict=True)]
         parts = [(row * cotangent).sum() for row, cotangent in zip(rows, cotangents, strict=True)]
@@ -67,7 +67,7 @@ def generic_rows(use: Use, grads: tuple[Tensor, ...], record: Tensor, records: i
         def pull_back(
             parameters: dict[str, Tensor], args: Any = args, kwargs: Any = kwargs, to: Any = cotangents
         ) -> Tensor:
-            with Replaced({id(own[path]): value for path, value in parameters.items()}):
+            with ReplacedParameters({id(own[path]): value for path, value in parameters.items()}):
                 outputs = differentiable(functional_call(use.module, parameters, args, kwargs))
             moved = [out.movedim(dim or 0, 0) for out, dim in zip(outputs, use.out_dims, strict=True)]
             return torch.stack([(row * cotangent).sum() for row, cotangent in zip(moved, to, strict=True)]).sum()
@@ -78,7 +78,7 @@ def generic_rows(use: Use, grads: tuple[Tensor, ...], record: Tensor, records: i
     return {path: Instantiated(value) for path, value in found.items()}
 
 
-class Replaced(TorchFunctionMode):
+class ReplacedParameters(TorchFunctionMode):
     """Inside, operations that are given a tensor with one of these ids use the value for it instead: a parameter that a
     module also holds in a list or a closure of its own, where `functional_call` does not reach."""
 
