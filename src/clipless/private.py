@@ -134,7 +134,6 @@ class Private(SavedRun):
             self._factors,
             None if plan.statistic_multiplier is None else self._observe,
             kernels,
-            plan.expected_batch,
             checks_itself=True,
         )
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=(ranks.rank, ranks.size))
@@ -271,14 +270,14 @@ class Private(SavedRun):
         self._source.forget_steps(step + 1)
 
     def _stddevs(self, step: int) -> list[float]:
-        """Standard deviation of the noise on each parameter's sum over the expected batch, at the present thresholds."""
-        by_group = (self.plan.stddevs(step, self._thresholds).flatten() / self.plan.expected_batch).tolist()
+        """Standard deviation of the noise on each parameter's sum, at the present thresholds."""
+        by_group = self.plan.stddevs(step, self._thresholds).flatten().tolist()
         return [by_group[self.plan.groups.group_of[name]] for name in self._engine.parameters]
 
     def _noised_gradients(self, step: int, sums: Mapping[str, Tensor], stddevs: list[float]) -> dict[str, Tensor]:
-        """The clipped sum over the expected batch with noise, for each parameter: tensors of their own, every time."""
-        parameters = self._engine.parameters
-        released = self._source.release("gradient", step, list(sums.values()), stddevs)
+        """The private gradients: (clipped sum + noise) / expected batch, in fresh tensors."""
+        parameters, batch = self._engine.parameters, self.plan.expected_batch
+        released = self._source.release("gradient", step, list(sums.values()), stddevs, batch)
         return {name: noised.to(p.dtype) for (name, p), noised in zip(parameters.items(), released, strict=True)}
 
     def _noised_statistic(self, step: int, statistic: Tensor | None) -> Tensor | None:

@@ -19,12 +19,12 @@ from clipless.partition import Partition
 
 
 class Engine:
-    """Turns backward passes of an ordinary model into clipped sums over the expected batch.
+    """Turns backward passes of an ordinary model into clipped sums.
 
     After `attach()`, for each logical batch: `clear()`; for each of its micro-batches `open(...)`, then the user's
-    forward and backward pass; `refuse_unsound()`; `complete()`. `detach()` takes everything off the model. Sums are
-    divided by the expected batch, and are those of each record's own loss, whether the loss was a sum or a mean. If it
-    `checks_itself`, passes are checked now and then, and whenever they go through something new.
+    forward and backward pass; `refuse_unsound()`; `complete()`. `detach()` takes everything off the model. The sums are
+    of the gradients of each record's own loss, whether the loss was a sum or a mean. If it `checks_itself`, passes are
+    checked now and then, and whenever they go through something new.
     """
 
     def __init__(
@@ -34,14 +34,13 @@ class Engine:
         factors: Factors,
         observe: Observe | None,
         kernels: Kernels,
-        expected_batch: float = 1.0,
         checks_itself: bool = False,
         receiver: type[Receiver] = Receiver,
     ) -> None:
         layers = self._map = ModelMap(model)
         self.parameters, self.modules = layers.parameters, layers.modules
         self._hooks = Hooks(layers)
-        self._sums = ClippedSums(layers, groups, factors, observe, kernels, expected_batch)
+        self._sums = ClippedSums(layers, groups, factors, observe, kernels)
         self.receiver = receiver(self._hooks, self.modules, self.parameters, self._sums)
         self._self_check = SelfCheck(self.modules, self.receiver.run, self.receiver.output, self._hooks.silenced)
         self._self_check.active = checks_itself
@@ -111,7 +110,7 @@ class Engine:
         return self._self_check.compare(self.parameters)
 
     def complete(self) -> dict[str, Tensor]:
-        """The clipped sum of every parameter over the expected batch, in memory of the engine's own."""
+        """The clipped sum of every parameter, in memory that the engine uses again for the next batch."""
         return self._sums.complete()
 
 

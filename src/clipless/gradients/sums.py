@@ -25,7 +25,7 @@ LARGE = 2**17
 
 
 class ClippedSums:
-    """Adds up clipped per-sample gradients over the micro-batches of a logical batch, each sum over the expected batch.
+    """Adds up clipped per-sample gradients over the micro-batches of a logical batch.
 
     `factors(norms [g,b], groups)` says how much of each record enters those groups' sums, for any of the micro-batch's
     records; `observe(norms [G,B])`, if given, sees all norms of a micro-batch once. A group is clipped as soon as its
@@ -40,13 +40,11 @@ class ClippedSums:
         factors: Factors,
         observe: Observe | None,
         kernels: Kernels,
-        expected_batch: float,
     ) -> None:
         self.seen = 0
         self._parameters, self._dtype, self._device = model.parameters, model.dtype, model.device
         self._groups, self._factors, self._observe, self._kernels = groups, factors, observe, kernels
         self._chunk_bytes = chunk_bytes(kernels.memory_cap)
-        self._expected_batch = expected_batch
         self._sums: dict[str, RunningSum] = {}
         self._micro: MicroBatch | None = None
         self._budget: MemoryBudget | None = None
@@ -159,7 +157,9 @@ class ClippedSums:
         if not any(held):
             return
         self._added = True
-        factors = self._factors(norms, groups).masked_fill(norms == 0, 0.0) * (micro.scale / self._expected_batch)
+        factors = self._factors(norms, groups).masked_fill(norms == 0, 0.0)
+        if micro.scale != 1.0:
+            factors = factors * micro.scale
         finite = norms < torch.inf
         everyone = bool(finite.all())
         records = norms.shape[1]
