@@ -46,7 +46,7 @@ class Engine:
         self._self_check.active = checks_itself
         self._watch = StateWatch(model)
         self._recorder = Recorder(model, layers, self._hooks, self.receiver, self._self_check, self._watch)
-        self._recorder.looks_at_data = len(groups) > 1
+        self._recorder.checks_data = len(groups) > 1
 
     def attach(self) -> None:
         """Put hooks on the model, or raise and leave it as it was."""

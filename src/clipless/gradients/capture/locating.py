@@ -34,7 +34,7 @@ def locate_input(pattern: CallPattern, frame: Frame, shapes: Shapes, records: in
         # The module may be called on one record at a time. Seeds tell that from a table that all records share.
         frame.dims, frame.has_rows = tuple(0 if shape else None for shape in shapes), True
         return
-    frame.unsure = not pattern.layout.sure(frame.place, shapes)
+    frame.unsure = not pattern.layout.was_probed(frame.place, shapes)
     pattern.remember_single(frame.place)
 
 
@@ -52,7 +52,7 @@ def locate_output(pattern: CallPattern, frame: Frame, shapes: Shapes, out_shapes
     if any(dim is None for dim in frame.out_dims):
         pattern.forget()
         raise messages.shared_input(place, out_shapes, records)
-    frame.unsure |= not pattern.layout.sure(place, out_shapes)
+    frame.unsure |= not pattern.layout.was_probed(place, out_shapes)
 
 
 def _locate_rows(pattern: CallPattern, frame: Frame, shapes: Shapes, out_shapes: Shapes, records: int) -> None:

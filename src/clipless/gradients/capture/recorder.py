@@ -1,8 +1,8 @@
 """The recorder: what happens around each module while the model runs on an open micro-batch.
 
 Around a module with trainable parameters of its own it turns `requires_grad` of those parameters off, so that autograd
-computes no weight gradient, and puts a tap on the module's output. A module without a rule has its parameters replaced by
-traced tensors while it runs, and the operations in which these meet the records are tapped.
+computes no weight gradient, and puts a tap on the module's output. In a module without a rule, traced tensors replace the
+parameters while it runs, and the operations that combine them with records are tapped.
 """
 
 from functools import partial
@@ -35,10 +35,10 @@ from clipless.random_state import cuda_devices, random_state_of
 
 
 class Recorder:
-    """Listens to the hooks, and taps what modules compute for the receiver's open micro-batch.
+    """Handles the forward hooks: taps the outputs of modules while the receiver has an open micro-batch.
 
-    Taps hang on the anchor of the forward pass, or on a spare one where a part of the model is computed again. If it
-    `looks_at_data`, the micro-batch is told which records' data are not finite.
+    Taps are connected to the anchor of the forward pass, or to a spare one where a part of the model is computed again. If
+    it `checks_data`, it marks the records of the micro-batch whose data are not finite.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Recorder:
         self_check: SelfCheck,
         watch: StateWatch,
     ) -> None:
-        self.looks_at_data = False
+        self.checks_data = False
         self._map, self._hooks, self._receiver, self._self_check = layers, hooks, receiver, self_check
         self._modules = layers.modules
         self._structure, self._watch = StructureWatch(model), watch
@@ -63,11 +63,11 @@ class Recorder:
         self._spare_anchor = self._current.anchor
 
     def attach(self) -> None:
-        """Note the model's structure, which must stay."""
+        """Remember the model's structure: changes are refused from now on."""
         self._structure.open()
 
     def restore(self) -> None:
-        """Put back what an interrupted forward pass has left turned off or replaced."""
+        """Restore the parameters that an interrupted forward pass has left frozen or replaced."""
         while self._frames:
             self._frames.pop().put_back()
 
@@ -79,7 +79,7 @@ class Recorder:
             refuse_module(layer.module, layer.name)
         frames = self._frames
         if frames and frames[0].layer is layer:
-            self.restore()  # an earlier pass was interrupted where torch calls no hooks
+            self.restore()  # an earlier pass was interrupted without torch calling the hooks
         armed, inside, changed = torch.is_grad_enabled(), bool(frames) and frames[-1].inside, None
         if armed and not inside and self._receiver.micro is not None:
             changed = self._enter_model(layer, args, kwargs)
@@ -117,8 +117,8 @@ class Recorder:
     # Around the outermost module.
 
     def _enter_model(self, layer: Layer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """A forward pass begins: find where its records lie. Returns the inputs to take instead for an empty batch: a row
-        that no sum will ever see."""
+        """A forward pass begins: find where its records lie. For an empty batch, returns inputs with one row to run on
+        instead; the row enters no sum."""
         micro, recomputing = self._receiver.micro, torch._C._current_graph_task_id() != -1
         current = self._current
         assert micro is not None
@@ -143,7 +143,7 @@ class Recorder:
         return changed
 
     def _same_pattern(self, layer: Layer, args: Any, kwargs: Any, records: int) -> bool:
-        """Whether the model is called with one tensor of floating-point numbers just as in the last pass."""
+        """Whether the model is called as in the last pass, with a single floating-point tensor."""
         pattern = self._current.pattern
         before = pattern.single_input
         if before is None or len(args) != 1 or kwargs or pattern.square or not pattern.learned:
@@ -154,8 +154,8 @@ class Recorder:
         return before == (id(layer.module), layer.module.training, given.dim()) and given.shape[0] == records
 
     def _leave_model(self, frame: Frame, output: Any, micro: MicroBatch) -> Any:
-        """A forward pass ends: nothing was written into the model; cut off the row of an empty batch, and tap the
-        output of a checked pass."""
+        """A forward pass ends. Refuses writes into the model, removes the row added for an empty batch, and taps the output
+        of a checked pass."""
         current = self._current
         forward_pass, current.forward_pass, current.anchor = current.forward_pass, None, self._spare_anchor
         self._watch.refuse_pass(micro.records)
@@ -170,7 +170,7 @@ class Recorder:
     # Around a module with parameters of its own.
 
     def _arm(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Turn its parameters off, or replace them by traced tensors."""
+        """Freeze the module's parameters, or replace them by traced tensors."""
         layer, micro = frame.layer, self._receiver.micro
         records, pattern = 0 if micro is None else micro.records, self._current.pattern
         if records and layer.name in pattern.by_operation:
@@ -197,8 +197,8 @@ class Recorder:
             frame.takeover = take_over(layer.module)
 
     def _handle_strays(self, frame: Frame, outermost: bool) -> None:
-        """Traced tensors stand for parameters that are used outside their module's forward, except in that forward. They
-        are turned off where there are no records."""
+        """Replace the parameters that are used outside their module's forward by traced tensors, except during that forward.
+        Without records, freeze them."""
         pattern, micro = self._current.pattern, self._receiver.micro
         strays = pattern.strays
         if outermost and micro is not None and micro.records:
@@ -209,10 +209,10 @@ class Recorder:
                     self._map.parameters[name].requires_grad = False
                     frame.turned_off.append(self._map.parameters[name])
         if frame.layer.name not in pattern.by_operation:
-            frame.lend_strays(strays, self._map.parameters)
+            frame.use_own_strays(strays, self._map.parameters)
 
     def _note(self, place: Place, shapes: Shapes) -> None:
-        """One more step of a forward pass."""
+        """Add a call to the steps of the forward pass."""
         forward_pass = self._current.forward_pass
         if forward_pass is not None and torch._C._current_graph_task_id() == -1:
             forward_pass.steps.add((forward_pass.last, place, *map(len, shapes)))
@@ -221,7 +221,7 @@ class Recorder:
     # Taps.
 
     def _tapped(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """The output of a module whose parameters were turned off, with a tap on it."""
+        """The output of a module whose parameters were frozen, with a tap on it."""
         layer, micro, current = frame.layer, self._receiver.micro, self._current
         if layer.is_generic:
             messages.refuse_packed(layer.name, (args, kwargs, output))
@@ -238,9 +238,9 @@ class Recorder:
                 if frame.rows:
                     current.route(micro)
             if frame.has_rows and not frame.rows:
-                return output  # no row came here, so no gradient will
-            if self.looks_at_data:
-                self._look_at_data(frame, (args, kwargs), micro)
+                return output  # it has no rows, so no gradient will arrive
+            if self.checks_data:
+                self._note_broken_records(frame, (args, kwargs), micro)
         call = self._call(frame, args, kwargs)
         if single:
             if micro is not None:
@@ -274,9 +274,9 @@ class Recorder:
         receiver.expect(wanted.values())
         return call
 
-    def _look_at_data(self, frame: Frame, inputs: tuple[Any, Any], micro: MicroBatch) -> None:
-        """Note the records whose data are not finite where these enter a module, before any parameter has touched them. In a
-        module without a rule -inf may belong to a mask."""
+    def _note_broken_records(self, frame: Frame, inputs: tuple[Any, Any], micro: MicroBatch) -> None:
+        """Mark the records whose data, not yet touched by a parameter, are not finite. In a module without a rule -inf may
+        belong to a mask and counts as finite."""
         tensors = plain_tensors(inputs) or [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         for tensor, dim in zip(tensors, frame.dims, strict=True):
             broken = broken_records(tensor, dim, micro.records, masks=frame.layer.is_generic)
