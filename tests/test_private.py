@@ -435,7 +435,7 @@ def test_without_zero_grad_the_last_released_gradient_is_replaced_not_added_to()
 def test_step_releases_the_clipped_sum_plus_noise_over_the_expected_batch(
     clipping: Any, part_size: int | None, loss_reduction: str
 ) -> None:
-    """The oracle's sum over B, plus the seed's numbers times the plan's standard deviation over B."""
+    """The oracle's sum, plus the seed's numbers times the plan's standard deviation, over B."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     private = attach(model, optimizer, steps=3, clipping=clipping, loss_reduction=loss_reduction)
@@ -457,8 +457,8 @@ def test_step_releases_the_clipped_sum_plus_noise_over_the_expected_batch(
         drawn = seeded_normals(7, "gradient", number, model.parameters())
         for (name, parameter), normal in zip(model.named_parameters(), drawn, strict=True):
             assert parameter.grad is not None
-            stddev = by_group[group_of[name]] / BATCH
-            assert_on_grid(parameter.grad, totals[name] / BATCH + stddev * normal, stddev, 1e-5)
+            stddev = by_group[group_of[name]]
+            assert_on_grid(parameter.grad, totals[name] + stddev * normal, stddev, 1e-5 * BATCH, divisor=BATCH)
     assert set(sizes) != {BATCH}, "realised and expected batch must differ for the test to mean anything"
 
 

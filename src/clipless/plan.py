@@ -21,8 +21,9 @@ from clipless.accounting import (
 from clipless.arguments import large_delta_note, named, positive, whole
 from clipless.clipping import Clipping
 from clipless.errors import InvalidArgument
+from clipless.noise_schedule import NoiseSchedule, relative_noise
 from clipless.partition import Partition
-from clipless.thresholds import Constant, Setting, Stairs
+from clipless.thresholds import Constant, Setting
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -86,13 +87,13 @@ class PrivacyPlan:
 
     def event(self, step: int = 0) -> StepEvent:
         """What step number `step`, counted from 0, releases: an event for the ledger."""
-        relative = relative_noise(self._stairs, step)
+        relative = relative_noise(self._noise_schedule, step)
         return _event(self.sample_rate, relative * self.gradient_multiplier, self.statistic_multiplier)
 
     def planned(self) -> Ledger:
         """What all planned steps together release."""
         ledger, step = Ledger(), 0
-        for _, count in self._stairs:
+        for _, count in self._noise_schedule:
             ledger.record(self.event(step), count)
             step += count
         return ledger
@@ -102,7 +103,7 @@ class PrivacyPlan:
         return noise_stddevs(thresholds, self.event(step).gradient_multiplier, self.clipping.allocation)
 
     @cached_property
-    def _stairs(self) -> Stairs:
+    def _noise_schedule(self) -> NoiseSchedule:
         return self.clipping.policy.noise_schedule(self.steps)
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,19 +159,6 @@ def noise_stddevs(thresholds: Tensor, multiplier: float, allocation: str) -> Ten
     return torch.full_like(thresholds, multiplier, dtype=torch.float64) * sensitivity(thresholds)
 
 
-def relative_noise(stairs: Stairs, step: int) -> float:
-    """The relative noise multiplier of a step, counted from 0; beyond the schedule that of its last stair.
-
-    >>> [relative_noise([(1.0, 2), (0.5, 1)], step) for step in range(4)]
-    [1.0, 1.0, 0.5, 0.5]
-    """
-    for relative, count in stairs:
-        if step < count:
-            return relative
-        step -= count
-    return stairs[-1][0]
-
-
 def make_plan(
     *,
     dataset_size: int,
@@ -197,8 +185,8 @@ def make_plan(
     if delta is None and dataset_size < 2:
         raise InvalidArgument("with a single record there is no default delta: give delta= yourself.")
     _warn_of_large_delta(chosen_delta, dataset_size)
-    stairs = clipping.policy.noise_schedule(total)
-    eps, z = _budget(epsilon, noise_multiplier, chosen_delta, batch / dataset_size, stairs, accountant)
+    schedule = clipping.policy.noise_schedule(total)
+    eps, z = _budget(epsilon, noise_multiplier, chosen_delta, batch / dataset_size, schedule, accountant)
     statistic = clipping.policy.statistic_multiplier(z, policy_setting(clipping, dimensions, batch, total, z))
     if statistic is not None:
         gradient_multiplier(z, statistic)
@@ -258,15 +246,15 @@ def _total_steps(epochs: int | None, steps: int | None, per_pass: int) -> int:
 
 
 def _budget(
-    target: float | None, multiplier: float | None, delta: float, rate: float, stairs: Stairs, accountant: str
+    target: float | None, multiplier: float | None, delta: float, rate: float, schedule: NoiseSchedule, accountant: str
 ) -> tuple[float, float]:
     """ε and the first step's noise multiplier, the one computed from the other, for steps of this schedule."""
     if target is not None and multiplier is not None:
         raise InvalidArgument("epsilon= and noise_multiplier= contradict each other: give one of them.")
     if target is not None:
-        z = scheduled_multiplier(target, delta, rate, stairs, accountant)
+        z = scheduled_multiplier(target, delta, rate, schedule, accountant)
         return float(target), z
     if multiplier is not None:
         z = positive("noise_multiplier", multiplier)
-        return scheduled_epsilon(z, rate, stairs, delta, accountant), z
+        return scheduled_epsilon(z, rate, schedule, delta, accountant), z
     raise InvalidArgument("give epsilon=, the privacy budget (3.0 is a common choice), or noise_multiplier=.")

@@ -134,7 +134,6 @@ class Private(SavedRun):
             self._factors,
             None if plan.statistic_multiplier is None else self._observe,
             kernels,
-            plan.expected_batch,
             checks_itself=True,
         )
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=(ranks.rank, ranks.size))
@@ -234,7 +233,8 @@ class Private(SavedRun):
             return None
         step = self.steps_taken
         with self._ranks.together(f"step {step + 1}"):
-            self.steps_left()
+            if step >= self.plan.steps and not self._allow_overspend:
+                raise refusals.budget_spent(self.plan.steps, self.spent())
             arguments = self._guard.before_step(args, kwargs)
             self._guard.refuse_step(self._engine.seen, None if self._batch is None else self._batch.records)
             if not self._engine.intact():
@@ -248,7 +248,7 @@ class Private(SavedRun):
 
     def _release(self, step: int) -> None:
         """Add up over the ranks, add noise, record the event, then show the result."""
-        if self._noise is None or self.plan.thresholds_change:
+        if self._noise is None:
             self._noise = self.plan.event(step), self._stddevs(step)
         event, stddevs = self._noise
         if self._statistic is None and self.plan.statistic_multiplier is not None:
@@ -270,14 +270,14 @@ class Private(SavedRun):
         self._source.forget_steps(step + 1)
 
     def _stddevs(self, step: int) -> list[float]:
-        """Standard deviation of the noise on each parameter's sum over the expected batch, at the present thresholds."""
-        by_group = (self.plan.stddevs(step, self._thresholds).flatten() / self.plan.expected_batch).tolist()
+        """Standard deviation of the noise on each parameter's sum, at the present thresholds."""
+        by_group = self.plan.stddevs(step, self._thresholds).flatten().tolist()
         return [by_group[self.plan.groups.group_of[name]] for name in self._engine.parameters]
 
     def _noised_gradients(self, step: int, sums: Mapping[str, Tensor], stddevs: list[float]) -> dict[str, Tensor]:
-        """The clipped sum over the expected batch with noise, for each parameter: tensors of their own, every time."""
-        parameters = self._engine.parameters
-        released = self._source.release("gradient", step, list(sums.values()), stddevs)
+        """The private gradients: (clipped sum + noise) / expected batch, in fresh tensors."""
+        parameters, batch = self._engine.parameters, self.plan.expected_batch
+        released = self._source.release("gradient", step, list(sums.values()), stddevs, batch)
         return {name: noised.to(p.dtype) for (name, p), noised in zip(parameters.items(), released, strict=True)}
 
     def _noised_statistic(self, step: int, statistic: Tensor | None) -> Tensor | None:

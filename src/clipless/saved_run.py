@@ -12,7 +12,7 @@ from clipless.distributed import Alone, Ranks
 from clipless.errors import Misuse, RankFailed
 from clipless.noise import NoiseSource
 from clipless.plan import PrivacyPlan
-from clipless.runs.checkpoint import capture, random_states, read_checkpoint
+from clipless.runs.checkpoint import checkpoint_of, random_states, read_checkpoint
 from clipless.runs.followed import FollowedJournal
 from clipless.runs.journal import Journal
 from clipless.sampling.loader import Batch, PrivateLoader
@@ -113,7 +113,7 @@ class SavedRun(refusals.Whole):
         _, *others = self._ranks.gathered(random_states())
         with self._ranks.together("save_checkpoint"):
             if isinstance(self._journal, Journal):
-                saved = capture(Path(path), self._journal, self._model, self._optimizer, state, extra, others)
+                saved = checkpoint_of(Path(path), self._journal, self._model, self._optimizer, state, extra, others)
                 saved.write(Path(path))
 
     def load_checkpoint(self, path: str | Path, *, ledger: str | Path | None = None, reseed: bool = False) -> Any:

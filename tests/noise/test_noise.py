@@ -149,7 +149,7 @@ def test_noise_has_mean_zero(sample: Sample) -> None:
 
 def test_noise_is_gaussian(sample: Sample) -> None:
     """Kolmogorov-Smirnov over 50,000 numbers, at one in a million. What the grid has rounded off is put back at random."""
-    steps = torch.tensor([grid(stddev) for stddev in sample.expected.tolist()])
+    steps = torch.tensor([grid(stddev * BATCH) / BATCH for stddev in sample.expected.tolist()])
     spread = (torch.rand(sample.values.shape, generator=torch.Generator().manual_seed(0)) - 0.5) * steps
     assert stats.kstest(((sample.values + spread) / sample.expected).flatten().numpy(), "norm").pvalue > 1e-6
 

@@ -331,8 +331,7 @@ def test_a_parameter_without_dimensions_is_noised(source: str) -> None:
         if source == "seeded":
             drawn = seeded_normals(3, "gradient", step, model.parameters())
             noise = dict(zip(dict(model.named_parameters()), drawn, strict=True))["unused"]
-            stddev = 2.0 * 0.5 / batch
-            assert_on_grid(torch.tensor(seen[-1][1]), stddev * noise, stddev, 1e-9)
+            assert_on_grid(torch.tensor(seen[-1][1]), 2.0 * 0.5 * noise, 2.0 * 0.5, 1e-9, divisor=batch)
     private.detach()
     for column in zip(*seen, strict=True):
         size = math.sqrt(sum(value**2 for value in column) / steps) * batch

@@ -180,6 +180,14 @@ def test_the_gradient_that_the_optimizer_reads_is_on_the_grid() -> None:
     private.detach()
 
 
+@pytest.mark.parametrize("divisor", [1.0, 8.0, 7.0])
+def test_division_comes_after_the_rounding(divisor: float) -> None:
+    sums = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    (whole,) = noise_source("seeded", 5).release("gradient", 2, [sums], [1.7])
+    (divided,) = noise_source("seeded", 5).release("gradient", 2, [sums], [1.7], divisor)
+    assert torch.equal(divided, (whole.double() * (1 / divisor)).float())
+
+
 def test_the_statistic_that_is_released_is_on_the_grid() -> None:
     model = nn.Linear(3, 2)
     optimizer, private = attach(model, clipping="dc-e")

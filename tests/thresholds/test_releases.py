@@ -1,6 +1,6 @@
 """Every released number of small private runs, computed by hand: each step's gradient is the sum of the clipped per-record
-gradients over the expected batch, plus the source's normal numbers times a standard deviation from the formulas, at the
-thresholds before the step; each statistic, and the thresholds that follow from it, likewise.
+gradients, plus the source's normal numbers times a standard deviation from the formulas, at the thresholds before the step,
+over the expected batch; each statistic, which is not divided, and the thresholds that follow from it, likewise.
 
 Nothing here comes from the engine, the plan or the policies but what they release.
 """
@@ -274,11 +274,11 @@ def compare(case: Case, groups: str, allocation: str, part: int | None) -> None:
         normals = dict(zip(weights, seeded_normals(SEED, "gradient", step, weights.values()), strict=True))
         for names, stddev in zip(members, stddevs, strict=True):
             for name in names:
-                expected = (sums[name] + stddev * normals[name]) / BATCH
+                expected = sums[name] + stddev * normals[name]
                 released = dict(model.named_parameters())[name].grad
                 assert released is not None
-                error = 2e-5 * (stddev / BATCH + float(expected.abs().max()))
-                assert_on_grid(released.double(), expected, stddev / BATCH, error)
+                error = 2e-5 * (stddev + float(expected.abs().max()))
+                assert_on_grid(released, expected, stddev, error, divisor=BATCH)
         multiplier, noised = hand.statistic_multiplier(), []
         if multiplier is not None:
             truth = torch.tensor(hand.truth(norms), dtype=torch.float64)

@@ -13,8 +13,8 @@ from clipless.errors import InvalidArgument
 from clipless.gradients.capture.watch import StateWatch
 from clipless.gradients.engine import Engine
 from clipless.gradients.kernels import Kernels
-from clipless.gradients.randomness import random_state_kept
 from clipless.partition import partition
+from clipless.random_state import random_state_kept
 
 
 def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: str | Clipping = "auto-s") -> ClippedSum:

@@ -17,11 +17,11 @@ from clipless.clipping import Clipping, abadi, as_clipping
 from clipless.errors import CliplessError, InvalidArgument, InvalidType
 from clipless.gradients.capture.watch import watched_buffers
 from clipless.gradients.clipped_sum import clipped_sum, count_records
-from clipless.gradients.randomness import random_state_kept
 from clipless.partition import partition
 from clipless.plan import sensitivity
 from clipless.preflight.handling import HandledBy, observe_rules, registered
 from clipless.preflight.report import HALF_TOLERANCE, TOLERANCE, CheckReport, Handling
+from clipless.random_state import random_state_kept
 
 MOST_RECORDS = 8
 

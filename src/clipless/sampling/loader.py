@@ -31,7 +31,7 @@ class Batch:
     sample_rate: float
 
 
-class Listener(Protocol):
+class BatchListener(Protocol):
     """Is told of every batch before the training loop sees it."""
 
     def steps_left(self) -> int | None:
@@ -81,7 +81,7 @@ class PrivateLoader:
     not be the sampling of the plan.
     """
 
-    def __init__(self, fetch: Fetcher, sampler: PoissonSampler, steps_per_pass: int, listener: Listener) -> None:
+    def __init__(self, fetch: Fetcher, sampler: PoissonSampler, steps_per_pass: int, listener: BatchListener) -> None:
         self.draws = 0
         self._passes = 0
         self._handed_out = 0

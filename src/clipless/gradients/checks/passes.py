@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils import _pytree as pytree
 
-from clipless.gradients.randomness import Generator, RandomState, random_state_of, random_state_restored
 from clipless.gradients.records import Reading
 from clipless.gradients.trees import Dims
+from clipless.random_state import Generator, RandomState, random_state_of, random_state_restored
 
 
 @dataclass(frozen=True)

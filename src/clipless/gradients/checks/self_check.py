@@ -13,9 +13,9 @@ from clipless.gradients.checks.passes import ForwardPass, Rerun
 from clipless.gradients.checks.records import RecordsCheck
 from clipless.gradients.checks.seeds import sketch
 from clipless.gradients.checks.totals import refuse_coupled, refuse_lost
-from clipless.gradients.randomness import own_generators
 from clipless.gradients.records import Reading
 from clipless.gradients.trees import Dims
+from clipless.random_state import own_generators
 
 
 class CheckSchedule:

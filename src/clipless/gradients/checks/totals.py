@@ -12,9 +12,9 @@ from clipless.errors import CliplessError, Misuse, UnsupportedModule
 from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.checks.records import gradients_set_aside, leaves_of
 from clipless.gradients.checks.seeds import rows_of, shuffled, sketch, some_of
-from clipless.gradients.randomness import same_random_state
 from clipless.gradients.records import TROUBLES, selected
 from clipless.gradients.trees import differentiable
+from clipless.random_state import same_random_state
 
 # Relative to the larger of both sums; what the parameter adds to the whole gradient below the floor is rounding. Sums that
 # went through 16 bits keep three digits.
