@@ -96,7 +96,7 @@ SABOTAGES = (
         SOURCE,
         "        erase(key)\n        return outs\n",
         "        return outs\n",
-        (f"{TESTS}/test_keys.py::test_from_all_that_is_in_memory_no_earlier_noise_can_be_computed",),
+        (f"{TESTS}/test_keys.py::test_whoever_has_used_a_key_erases_it",),
     ),
     Sabotage(
         "erase-does-nothing",
@@ -159,14 +159,14 @@ SABOTAGES = (
         SOURCE,
         "words(key, (number + 1) << 64, 1)",
         "words(key, 1 << 64, 1)",
-        (f"{TESTS}/test_noise_sources.py",),
+        (f"{TESTS}/test_noise_sources.py::test_torchs_generator_there_is_used_only_if_asked_for_by_name",),
     ),
     Sabotage(
         "torch-generator-used-unasked",
         SOURCE,
         "        if not self._on_device:\n            return made.to(value.device)\n",
         "",
-        (f"{TESTS}/test_noise_sources.py::test_torchs_generator_there_is_used_only_if_asked_for_by_name",),
+        (f"{TESTS}/test_noise_sources.py::test_on_other_devices_noise_is_made_here_and_copied",),
     ),
     Sabotage(
         "noise-too-small-to-hide-anything",
@@ -236,7 +236,7 @@ SABOTAGES = (
         "native/rows.c",
         "if (total >= width * UNDERFLOW && total <= FLT_MAX)",
         "if (total <= FLT_MAX)",
-        ("tests/native/test_rows.py::test_lengths", "tests/gradients/forms/test_numbers.py"),
+        ("tests/native/test_rows.py::test_lengths_of_tiny_and_of_huge_numbers_lose_nothing",),
     ),
     Sabotage(
         "compiled-lengths-added-up-in-float",
@@ -250,10 +250,7 @@ SABOTAGES = (
         "native/rows.c",
         "if (records <= RUN) {",
         "if (records <= 1073741824) {",
-        (
-            "tests/native/test_rows.py::test_the_compiled_form_is_as_exact_as_torchs",
-            "tests/gradients/forms/test_numbers.py",
-        ),
+        ("tests/gradients/forms/test_numbers.py::test_a_hundred_thousand_equal_records_add_up",),
     ),
     Sabotage(
         "last-chunk-of-a-threaded-release",

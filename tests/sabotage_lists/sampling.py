@@ -61,7 +61,7 @@ SABOTAGES = (
         LOADER,
         "        erase(key)\n        rank, ranks = self.share\n",
         "        rank, ranks = self.share\n",
-        ("tests/noise/test_keys.py::test_from_all_that_is_in_memory_no_earlier_noise_can_be_computed",),
+        ("tests/noise/test_keys.py::test_whoever_has_used_a_key_erases_it",),
     ),
     Sabotage(
         "every-pass-draws-the-same",
