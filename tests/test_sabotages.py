@@ -15,12 +15,12 @@ from sabotages import ROOT, SOURCES, main, occurrences, outcome
 QUICK = "tests/sampling/test_poisson.py::test_a_rate_of_one_takes_every_record"
 
 
-@pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: sabotage.name)
-def test_its_text_occurs_once_and_its_tests_exist(sabotage: Sabotage) -> None:
-    assert occurrences(sabotage) == 1
-    assert sabotage.new != sabotage.old
-    assert sabotage.tests
-    for test in sabotage.tests:
+def test_every_text_occurs_once_and_every_test_exists() -> None:
+    for sabotage in SABOTAGES:
+        assert occurrences(sabotage) == 1, sabotage.name
+        assert sabotage.new != sabotage.old, sabotage.name
+        assert sabotage.tests, sabotage.name
+    for test in {test for sabotage in SABOTAGES for test in sabotage.tests}:
         file, _, name = test.partition("::")
         content = (ROOT / file).read_text(encoding="utf-8")
         assert not name or re.search(
@@ -33,12 +33,11 @@ def test_no_two_have_the_same_name_or_are_the_same() -> None:
     assert max(Counter((sabotage.file, sabotage.old, sabotage.new) for sabotage in SABOTAGES).values()) == 1
 
 
-def test_a_change_that_matters_is_caught_and_one_that_does_not_survives() -> None:
-    text = "    if rate >= 1:\n        return torch.arange(size)\n"
-    harmful = Sabotage("", "sampling/poisson.py", text, "    if rate >= 1:\n        return torch.arange(1)\n", (QUICK,))
-    harmless = Sabotage("", "sampling/poisson.py", text, text + "\n", (QUICK,))
+def test_a_change_that_does_not_matter_survives_and_the_source_is_left_alone() -> None:
+    """That one which matters is caught is seen where the targets of the Makefile are run."""
+    text = "    if rate >= 1:\n"
     before = (SOURCES / "sampling/poisson.py").read_bytes()
-    assert [outcome(harmful), outcome(harmless)] == ["caught", "SURVIVED"]
+    assert outcome(Sabotage("", "sampling/poisson.py", text, text + "\n", (QUICK,))) == "SURVIVED"
     assert (SOURCES / "sampling/poisson.py").read_bytes() == before
 
 
