@@ -88,7 +88,7 @@ SABOTAGES = (
         PRIVATE,
         "released = fingerprint([*gradients.values(), *([] if statistic is None else [statistic])])",
         "released = fingerprint([*list(gradients.values())[:1], *([] if statistic is None else [statistic])])",
-        (f"{CHECKPOINTS}::test_a_repeated_step_that_differs_is_refused_before_anything_is_seen",),
+        (f"{CHECKPOINTS}::test_a_repeated_step_in_which_one_parameter_differs_is_refused",),
     ),
     Sabotage(
         "fingerprint-without-columns",
@@ -164,7 +164,7 @@ SABOTAGES = (
         FILE,
         '(fields.get("line"), fields.get("previous")) != (number, previous)',
         'fields.get("line") != number',
-        (f"{JOURNALS}::test_damage_is_named_by_its_line", JOURNALS),
+        (f"{JOURNALS}::test_a_line_of_another_ledger_does_not_follow",),
     ),
     Sabotage(
         "hash-not-compared",
