@@ -122,7 +122,11 @@ class Sample(NamedTuple):
     rows: Tensor
 
 
-@pytest.fixture(scope="module", params=[name for name in SETTINGS if name not in ("flat, auto-s", "shared out")])
+# Thresholds of any partition come to the same noise on all coordinates: one such partition is enough.
+SAMPLED = [name for name in SETTINGS if name in ("flat", "per-layer") or name.endswith("equal budget")]
+
+
+@pytest.fixture(scope="module", params=SAMPLED)
 def sample(request: pytest.FixtureRequest) -> Sample:
     setting = SETTINGS[request.param]
     rows, gradients = released(DRAWS, clipping=setting.clipping)

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import clipless
 from clipless.clipping import CLIPPINGS, Clipping
+from clipless.gradients import kernels
 from noising import assert_on_grid, seeded_normals
 
 SIGMA, RECORDS, BATCH, STEPS, SEED = 1.2, 120, 30, 8, 3
@@ -251,6 +252,13 @@ def test_each_release_of_a_flat_run(name: str, allocation: str, part: int | None
 @pytest.mark.parametrize("name", [*CASES, *DIVIDED])
 def test_each_release_of_a_run_per_layer(name: str, allocation: str, part: int | None) -> None:
     compare({**CASES, **DIVIDED}[name], "per-layer", allocation, part)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_each_release_where_groups_are_clipped_one_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a model whose layers do not fit into the cache together: each has its own threshold all the same."""
+    monkeypatch.setattr(kernels, "CHUNK_BYTES", -1)
+    compare(DIVIDED[name], "per-layer", "uniform", None)
 
 
 def compare(case: Case, groups: str, allocation: str, part: int | None) -> None:
