@@ -191,6 +191,19 @@ class FirstConstant(Attends):
         return self.b(h + 0.1 * h[:1].detach())
 
 
+class LongestConstant(Attends):
+    """All records are divided by the largest number of any."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h / h.detach().abs().max())
+
+
+class DividedByTheirNumber(Attends):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) / len(x))
+
+
 class FirstRecord(Attends):
     """Every record is added to the first one's."""
 
@@ -211,7 +224,7 @@ class Crossing(nn.Module):
 
 
 MIXING = [Attends, Permutes, CentredData, CentredActivations, CentredConstants, CentredWithDropout, FirstConstant]
-MIXING += [FirstRecord, Crossing]
+MIXING += [LongestConstant, DividedByTheirNumber, FirstRecord, Crossing]
 
 
 @MODES

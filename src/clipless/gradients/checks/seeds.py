@@ -75,14 +75,12 @@ def shuffled(count: int, number: int) -> Tensor:
 
 
 def some_of(records: int, number: int) -> Tensor:
-    """Half of two or more records, as a mask; others for another number. The first record is not among them, for even
-    numbers not the last: these are what a model would single out.
+    """Half of two or more records, as a mask; others for another number.
 
-    >>> some_of(2, 1), some_of(2, 2)
-    (tensor([False,  True]), tensor([ True, False]))
+    >>> some_of(5, 1).sum(), some_of(5, 2).sum()
+    (tensor(2), tensor(2))
     """
-    some, none = shuffled(records - 1, number) < records // 2, torch.zeros(1, dtype=torch.bool)
-    return torch.cat([none, some] if number % 2 else [some, none])
+    return shuffled(records, number) < records // 2
 
 
 def _scattered(count: int, number: int) -> Tensor:

@@ -28,9 +28,15 @@ DEPENDENT = 1e-3
 def refuse_lost(forward_pass: ForwardPass, parameters: Mapping[str, nn.Parameter]) -> None:
     """Run a checked pass again, plainly, and refuse the first parameter whose sum over the judged records is not the
     engine's; before that, records whose outputs depend on others. The pass keeps no gradients after that."""
+    some = forward_pass.judged
+    if some is None and forward_pass.records > 1:
+        some = some_of(forward_pass.records, 1)
+    if some is not None:
+        with torch.no_grad():
+            _run_some(forward_pass, ~some)
     with torch.enable_grad():
-        found = _some_alone(forward_pass) if forward_pass.records > 1 else None
-        outputs, grads, drift = found or _run_again(forward_pass)
+        found = None if some is None else _run_some(forward_pass, some)
+        outputs, grads, drift = found if found and forward_pass.judged is not None else _run_again(forward_pass)
     forward_pass.grads = None
     parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     plain = _gradients(outputs, grads, parameters)
@@ -60,17 +66,17 @@ def _run_again(forward_pass: ForwardPass) -> Again:
     return outputs, _arrived(forward_pass, lambda grad, dim: _masked(grad, dim, forward_pass.judged)), drift
 
 
-def _some_alone(forward_pass: ForwardPass) -> Again | None:
-    """The outputs of the judged records without the others; where random numbers are drawn, with other records in the
-    others' places, so that the same numbers meet the same rows. Refused if they are not what they were.
+def _run_some(forward_pass: ForwardPass, some: Tensor) -> Again | None:
+    """The outputs of some records, [b], without the others; where random numbers are drawn, with other records in the
+    others' places, so that the same numbers meet the same rows. Also the gradients that arrived at these outputs, and how
+    far the outputs are from what they were, relative. Refused if they are others.
 
-    None if all records are judged, or if nothing can be told: the model draws another number of random numbers, depending
-    on the records, or does not take these records together.
+    None if nothing can be told: the model draws another number of random numbers, depending on the records, or does not
+    take these records together.
     """
     rerun, before = forward_pass.rerun, forward_pass.drawn
     assert rerun is not None
     assert before is not None
-    some = some_of(forward_pass.records, 1) if forward_pass.judged is None else forward_pass.judged
     rows = torch.arange(forward_pass.records)
     draws = bool(rerun.generators) or not same_random_state(before, rerun.random_state)
     taken = torch.where(some, rows, rows.roll(1)) if draws else rows[some]
@@ -93,13 +99,11 @@ def _some_alone(forward_pass: ForwardPass) -> Again | None:
     if drift > (HALF_TOLERANCE if _half(forward_pass) else DEPENDENT):
         _run_again(forward_pass)
         raise depends_on_others(forward_pass.name)
-    if forward_pass.judged is None:
-        return None
 
     def kept(grad: Tensor, dim: int) -> Tensor:
         return _masked(grad, dim, some) if draws else grad.index_select(dim, taken.to(grad.device))
 
-    return outputs, _arrived(forward_pass, kept), drift
+    return outputs, _arrived(forward_pass, kept) if torch.is_grad_enabled() else [], drift
 
 
 def _change(before: Tensor, now: Tensor) -> float:
