@@ -1,4 +1,4 @@
-"""The slow truth: the clipped sum computed from its definition, one record at a time, with plain autograd.
+"""The reference: the clipped sum computed from its definition, one record at a time, with plain autograd.
 
 Shares no code with the engine, which is tested against it.
 """

@@ -55,7 +55,7 @@ def registered(model: nn.Module) -> dict[str, str]:
 
 
 def rule_name(rule: LayerRule) -> str:
-    """A rule's name for people.
+    """A readable name of a rule.
 
     >>> rule_name(rule_of(nn.LayerNorm(3)))
     'layer norm'
@@ -72,7 +72,7 @@ def _nothing(norms: Tensor) -> None:
 
 
 class _NotingReceiver(Receiver):
-    """A receiver that also notes the rule of every gradient."""
+    """A receiver that also records the rule of every gradient."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
