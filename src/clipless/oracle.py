@@ -59,7 +59,7 @@ def one_record(batch: Any, record: int, records: int) -> Any:
 
 
 def _count_records(model: nn.Module, loss_fn: LossFunction, batch: Any) -> int:
-    """The number of losses that the batch gives; 0 if it has no rows. Torch's random state is left as it was."""
+    """The number of losses that the batch gives; 0 if it has no rows. Torch's random state is restored."""
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if leaves and leaves[0].shape[0] == 0:
         return 0

@@ -37,7 +37,7 @@ def check(
 
     `loss_fn(model, batch)` is the training loss: one loss per record, for `private.backward`, or one number for the batch,
     for `loss.backward()`. That number must be the mean or the sum of the records' losses, as `loss_reduction` says; the
-    check notices if it is not. Only the first few records of the batch are used. The model is left as it was.
+    check notices if it is not. Only the first few records of the batch are used. The model is left unchanged.
 
     The comparison runs without dropout, and in float64 unless the model cannot run in float64 or computes in half precision.
     What is refused becomes a problem in the report, not an exception. Nothing in the report is private.

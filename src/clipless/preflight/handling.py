@@ -30,7 +30,7 @@ class HandledBy:
 
 
 def observe_rules(model: nn.Module, loss_fn: LossFunction, batch: Any, records: int) -> dict[str, HandledBy]:
-    """How the engine handles every parameter that the batch reaches. The model is left as it was."""
+    """How the engine handles every parameter that the batch reaches. The model is left unchanged."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     engine = Engine(model, partition("flat", names), _everything, _nothing, Kernels(), receiver=_NotingReceiver)
     engine.attach()
