@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a private run needs to go on, in one file, which is whole or absent.
+"""Checkpoints: everything needed to resume a private run, in one file, which is whole or absent.
 
 The file holds the key of all noise after its step. Only its owner can read it; keep it as secret as the data.
 """
@@ -87,8 +87,8 @@ class Checkpoint:
             )
 
     def restore(self, model: nn.Module, optimizer: Optimizer, rank: int = 0) -> None:
-        """Restore weights, optimizer and the global random states: those of the same rank, which are left as they are if
-        there was none."""
+        """Restore weights, optimizer and the global random states of this rank. Random states are left alone if the
+        checkpoint has none for the rank."""
         model.load_state_dict(self.model)
         optimizer.load_state_dict(self.optimizer)
         states = [self.random, *self.random.get("others", [])]

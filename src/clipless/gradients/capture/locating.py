@@ -31,7 +31,7 @@ def locate_input(pattern: CallPattern, frame: Frame, shapes: Shapes, records: in
         if not any(shapes):
             pattern.forget()
             raise messages.shared_input(frame.place, shapes, records)
-        # The module may be called on one record at a time. Seeds tell that from a table that all records share.
+        # The module may be called on one record at a time. Seeds distinguish that from a table that all records share.
         frame.dims, frame.has_rows = tuple(0 if shape else None for shape in shapes), True
         return
     frame.unsure = not pattern.layout.was_probed(frame.place, shapes)
@@ -56,7 +56,7 @@ def locate_output(pattern: CallPattern, frame: Frame, shapes: Shapes, out_shapes
 
 
 def _locate_rows(pattern: CallPattern, frame: Frame, shapes: Shapes, out_shapes: Shapes, records: int) -> None:
-    """Set where the rows of a call lie whose rows are not the records. Seeds will tell whose they are."""
+    """Set where the rows lie in a call whose rows are not the records. Seeds will identify their records."""
     out_dims = pattern.layout.row_dims(frame.place.output(), out_shapes)
     if all(dim is None for dim in out_dims):
         out_dims = tuple(0 if shape else None for shape in out_shapes)

@@ -151,8 +151,8 @@ def refuse_mixing(owner: str, operands: list[Any], dims: Dims, out_dims: Dims) -
     if all(apart) or not (any(apart) or any(dim is not None or x.requires_grad for x, dim in tensors)):
         return
     raise UnsupportedModule(
-        f"module {owner!r} mixes the records where they meet its parameters, so their gradients cannot be told apart. Keep "
-        "one row per record in every result."
+        f"module {owner!r} mixes the records where they meet its parameters, so per-sample gradients cannot be computed. "
+        "Keep one row per record in every result."
     )
 
 

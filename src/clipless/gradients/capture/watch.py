@@ -106,7 +106,7 @@ class StateWatch:
                     yield (path, name), value
 
     def _refuse_attributes(self, records: int) -> None:
-        """Raise if a tensor kept as an attribute has been updated. One computed anew in the last pass is allowed."""
+        """Raise if a tensor kept as an attribute has been updated. One computed from scratch in the last pass is allowed."""
         now = dict(self._own())
         for (path, name), value in self._attributes.items():
             found = now.get((path, name))
@@ -147,7 +147,7 @@ class StructureWatch:
             if [*map(id, module._modules.values()), *map(id, module._parameters.values())] != contents:
                 raise Misuse(
                     f"module {name!r} got another child or parameter after make_private, which clipless does not watch: "
-                    "build the model first, then call make_private, or detach() and attach anew."
+                    "build the model first, then call make_private, or detach() and call it again."
                 )
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:

@@ -80,7 +80,7 @@ class LayerGradients(NamedTuple):
     gates: Tensor  # [t,b,g]
     hidden_gates: Tensor  # [t,b,g]
     projected: Tensor | None  # [t,b,h]
-    state: State  # [b,h], for an LSTM's c [b,o]; not finished unless asked for
+    state: State  # [b,h], for an LSTM's c [b,o]; complete only on request
 
 
 class ForwardResult(NamedTuple):
@@ -96,7 +96,7 @@ class BackwardResult(NamedTuple):
 
     grads_at: list[LayerGradients]
     x: Tensor | None  # [t,b,i]
-    state: list[Tensor]  # [l,b,h], for an LSTM's c [l,b,o]; empty unless asked for
+    state: list[Tensor]  # [l,b,h], for an LSTM's c [l,b,o]; empty unless requested
 
 
 def forward(
