@@ -319,7 +319,10 @@ def test_a_torn_last_line_is_shown_with_one_step_more_and_exit_code_3(
     assert found.get("ledger", found)["torn"] is True
     assert "torn" in output.err
     assert exit_code(monkeypatch, *command, str(run)) == 3
-    assert "torn" in capsys.readouterr().err
+    output = capsys.readouterr()
+    assert "torn" in output.err
+    assert "torn: counted as one step more" in output.out
+    assert "whole" not in output.out
 
 
 @pytest.mark.parametrize("command", [["report"], ["budget", "--ledger"]], ids=" ".join)

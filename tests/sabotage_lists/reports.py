@@ -81,7 +81,7 @@ SABOTAGES = (
         "stepping.py",
         "{'some' if seen else 'none'} of the batch's records",
         "{seen} of the batch's {records} records",
-        (SECRETS,),
+        ("tests/test_private.py::test_step_before_all_parts_is_refused",),
     ),
     Sabotage(
         "number-of-rows-in-a-message",
