@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from clipless.gradients import Kernels
     from clipless.gradients.clipped_sum import clipped_sum
+    from clipless.phases import Schedule, schedule
     from clipless.plan import PrivacyPlan
     from clipless.preflight import CheckReport, check
     from clipless.private import Private, make_private
@@ -55,6 +56,7 @@ _MODULE_OF = {
     "RankFailed": "clipless.errors",
     "Replaced": "clipless.replacing",
     "ReplayDiffers": "clipless.errors",
+    "Schedule": "clipless.phases",
     "Spent": "clipless.accounting",
     "TornLedger": "clipless.errors",
     "Unsound": "clipless.errors",
@@ -75,6 +77,7 @@ _MODULE_OF = {
     "quantile": "clipless.clipping",
     "read_ledger": "clipless.runs.ledger_file",
     "replace_batchnorm": "clipless.replacing",
+    "schedule": "clipless.phases",
 }
 
 __all__ = [
@@ -95,6 +98,7 @@ __all__ = [
     "RankFailed",
     "Replaced",
     "ReplayDiffers",
+    "Schedule",
     "Spent",
     "TornLedger",
     "Unsound",
@@ -116,6 +120,7 @@ __all__ = [
     "quantile",
     "read_ledger",
     "replace_batchnorm",
+    "schedule",
 ]
 
 

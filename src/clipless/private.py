@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from clipless import refusals
 from clipless.accounting import StepEvent
-from clipless.clipping import Clipping, as_clipping
+from clipless.clipping import Clipping
 from clipless.closures import Arguments, within_own_step
 from clipless.distributed import Alone, Idle, Ranks, facts, on_every_rank, ranks_of, unwrapped
 from clipless.errors import InvalidType, Misuse
@@ -20,7 +20,9 @@ from clipless.foreign import names_answered
 from clipless.gradients import Engine, Kernels
 from clipless.noise import NoiseSource, chosen_noise, noise_source
 from clipless.partition import partition
-from clipless.plan import PrivacyPlan, make_plan
+from clipless.phases import Schedule, as_schedule
+from clipless.plan import PrivacyPlan
+from clipless.planning import make_plan
 from clipless.preflight import refuse_unsound
 from clipless.runs.fingerprint import fingerprint
 from clipless.sampling.fetching import Fetcher, fetcher, source_of
@@ -43,7 +45,7 @@ def make_private(
     batch_size: int | None = None,
     epochs: int | None = None,
     steps: int | None = None,
-    clipping: str | Clipping = "auto-s",
+    clipping: str | Clipping | Schedule = "auto-s",
     accountant: str = "pld",
     loss_reduction: str = "mean",
     noise: str | None = None,
@@ -73,7 +75,7 @@ def make_private(
         refusals.refuse_attached((*model.modules(), optimizer), _ATTACHED)
         refusals.refuse_unclear("allow_overspend", allow_overspend)
         batch_size = refusals.one_batch_size(batch_size, own_batch_size)
-        how = as_clipping(clipping)
+        how = as_schedule(clipping)
         groups = partition(how.groups, parameters)
         plan = make_plan(
             dataset_size=len(data),  # type: ignore[arg-type]
@@ -84,7 +86,7 @@ def make_private(
             noise_multiplier=noise_multiplier,
             delta=delta,
             accountant=accountant,
-            clipping=how,
+            schedule=how,
             groups=groups,
             dimensions=tuple(sum(parameters[name].numel() for name in members) for members in groups.members),
             loss_reduction=loss_reduction,
@@ -93,7 +95,8 @@ def make_private(
         if kernels is not None and not isinstance(kernels, Kernels):
             raise InvalidType(f"kernels must be clipless.Kernels(memory_cap=...) or None, got {kernels!r}.")
         if check is not None:
-            refuse_unsound(model, check, how, loss_reduction)
+            for phase in plan.phases:
+                refuse_unsound(model, check, phase.clipping, loss_reduction)
         source = noise_source(noise, seed)
     if ranks.size > 1:
         ranks.refuse_differences(lambda: facts(model, optimizer, plan.to_dict(), seed, allow_overspend=allow_overspend))
@@ -132,7 +135,7 @@ class Private(SavedRun):
             model,
             plan.groups,
             self._factors,
-            None if plan.statistic_multiplier is None else self._observe,
+            self._observe if plan.releases_statistics else None,
             kernels,
             plan.expected_batch,
             checks_itself=True,
@@ -140,11 +143,6 @@ class Private(SavedRun):
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=(ranks.rank, ranks.size))
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
         self._attach()
-
-    @property
-    def epochs(self) -> int:
-        """Passes over `loader` in the plan."""
-        return self.plan.steps // self.plan.steps_per_pass
 
     @property
     def steps_taken(self) -> int:
@@ -220,12 +218,13 @@ class Private(SavedRun):
     def _factors(self, norms: Tensor, groups: Sequence[int]) -> Tensor:
         """How much of some records enters these groups' sums, [g,b]."""
         thresholds = self._thresholds[groups] if len(self._thresholds) > 1 else self._thresholds
-        return self.plan.clipping.rule(norms, thresholds.to(norms))
+        return self._phase.clipping.factors(norms, thresholds.to(norms), groups)
 
     def _observe(self, norms: Tensor) -> None:
         """Add up the policy's statistic over the parts of the batch."""
-        observed = self.plan.clipping.policy.observe(self._policy_state, norms)
-        assert observed is not None
+        observed = self._phase.clipping.policy.observe(self._policy_state, norms)
+        if observed is None:
+            return
         self._statistic = observed if self._statistic is None else self._statistic + observed
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -251,7 +250,7 @@ class Private(SavedRun):
         if self._noise is None or self.plan.thresholds_change:
             self._noise = self.plan.event(step), self._stddevs(step)
         event, stddevs = self._noise
-        if self._statistic is None and self.plan.statistic_multiplier is not None:
+        if self._statistic is None and self._phase.statistic_multiplier is not None:
             device = next(iter(self._engine.parameters.values())).device  # that of the other ranks' statistic
             self._observe(torch.zeros(len(self.plan.groups), 0, device=device))
         sums, statistic = self._engine.complete(), self._statistic
@@ -265,8 +264,9 @@ class Private(SavedRun):
             parameter.grad = gradients[name] if parameter.requires_grad else None
         clear_gradients(self._optimizer, but=self._engine.parameters.values())
         if self.plan.thresholds_change:
-            self._set_policy(self.plan.clipping.policy.update(self._policy_state, statistic, self.plan.setting))
-            self.history.append(self._policy_state, statistic)
+            phase = self._phase
+            self._go_on(step + 1, phase.clipping.policy.update(self._policy_state, statistic, phase.setting))
+            self._note(phase, statistic)
         self._source.forget_steps(step + 1)
 
     def _stddevs(self, step: int) -> list[float]:
@@ -282,9 +282,9 @@ class Private(SavedRun):
 
     def _noised_statistic(self, step: int, statistic: Tensor | None) -> Tensor | None:
         """The batch's statistic with noise; None if the policy needs none."""
-        if statistic is None or self.plan.statistic_multiplier is None:
+        if statistic is None or self._phase.statistic_multiplier is None:
             return None
-        (noised,) = self._source.release("statistic", step, [statistic], [self.plan.statistic_multiplier])
+        (noised,) = self._source.release("statistic", step, [statistic], [self._phase.statistic_multiplier])
         return noised
 
     def _record(self, event: StepEvent, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> None:

@@ -1,0 +1,102 @@
+"""From the arguments of a run to its plan: numbers checked, defaults filled in, noise or epsilon computed."""
+
+import warnings
+
+from clipless import defaults
+from clipless.accounting import ACCOUNTANTS, scheduled_epsilon, scheduled_multiplier
+from clipless.arguments import large_delta_note, named, positive, whole
+from clipless.errors import InvalidArgument
+from clipless.partition import Partition
+from clipless.phases import Schedule
+from clipless.plan import PrivacyPlan
+from clipless.thresholds import Stairs
+
+LOSS_REDUCTIONS = ("mean", "sum")
+
+
+def make_plan(
+    *,
+    dataset_size: int,
+    batch_size: int | None,
+    epochs: int | None,
+    steps: int | None,
+    epsilon: float | None,
+    noise_multiplier: float | None,
+    delta: float | None,
+    accountant: str,
+    schedule: Schedule,
+    groups: Partition,
+    dimensions: tuple[int, ...],
+    loss_reduction: str,
+    noise: str,
+) -> PrivacyPlan:
+    """Check the numbers, fill in the defaults, and compute the noise multiplier or ε, whichever is not given."""
+    named("loss_reduction", loss_reduction, dict.fromkeys(LOSS_REDUCTIONS))
+    named("accountant", accountant, ACCOUNTANTS)
+    batch = _expected_batch(batch_size, dataset_size)
+    per_pass = defaults.steps_per_pass(dataset_size, batch)
+    total = _total_steps(epochs, steps, per_pass)
+    chosen_delta = defaults.delta(dataset_size) if delta is None else delta
+    if delta is None and dataset_size < 2:
+        raise InvalidArgument("with a single record there is no default delta: give delta= yourself.")
+    _warn_of_large_delta(chosen_delta, dataset_size)
+    stairs = schedule.noise_schedule(total)
+    eps, z = _budget(epsilon, noise_multiplier, chosen_delta, batch / dataset_size, stairs, accountant)
+    plan = PrivacyPlan(
+        epsilon=eps,
+        delta=chosen_delta,
+        accountant=accountant,
+        noise_multiplier=z,
+        dataset_size=dataset_size,
+        expected_batch=batch,
+        steps=total,
+        steps_per_pass=per_pass if steps is None else total,
+        schedule=schedule,
+        groups=groups,
+        dimensions=dimensions,
+        loss_reduction=loss_reduction,
+        noise=noise,
+    )
+    assert plan.phases  # or raises: thresholds that do not fit the groups, a statistic that takes more than the step
+    return plan
+
+
+def _warn_of_large_delta(delta: float, dataset_size: int) -> None:
+    if note := large_delta_note(delta, dataset_size):
+        warnings.warn(note, stacklevel=5)
+
+
+def _expected_batch(batch_size: int | None, dataset_size: int) -> int:
+    if batch_size is None:
+        raise InvalidArgument("give batch_size=, the expected number of records in a batch.")
+    batch = whole("batch_size", batch_size)
+    if batch > dataset_size:
+        raise InvalidArgument(
+            f"batch_size={batch} is larger than the data set of {dataset_size} records: use at most {dataset_size}."
+        )
+    return batch
+
+
+def _total_steps(epochs: int | None, steps: int | None, per_pass: int) -> int:
+    if epochs is not None and steps is not None:
+        raise InvalidArgument("epochs= and steps= contradict each other: give one of them.")
+    if epochs is not None:
+        return whole("epochs", epochs) * per_pass
+    if steps is not None:
+        return whole("steps", steps)
+    raise InvalidArgument("give epochs= or steps=: the budget is divided over all steps of the run.")
+
+
+def _budget(
+    target: float | None, multiplier: float | None, delta: float, rate: float, stairs: Stairs, accountant: str
+) -> tuple[float, float]:
+    """ε and the first step's noise multiplier, the one computed from the other, for steps of this schedule."""
+    if target is not None and multiplier is not None:
+        raise InvalidArgument("epsilon= and noise_multiplier= contradict each other: give one of them.")
+    if target is not None:
+        z = scheduled_multiplier(target, delta, rate, stairs, accountant)
+        return float(target), z
+    if multiplier is not None:
+        z = positive("noise_multiplier", multiplier)
+        return scheduled_epsilon(z, rate, stairs, delta, accountant), z
+    raise InvalidArgument("give epsilon=, the privacy budget (3.0 is a common choice), or noise_multiplier=.")
