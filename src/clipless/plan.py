@@ -24,6 +24,8 @@ class PrivacyPlan:
     `noise_multiplier` is the ratio of noise to sensitivity of one whole step, gradient and statistic together, which is
     what the accountant is told; with a noise schedule it is the first step's. `dimensions` has the number of trainable
     parameters of each group. `schedule` says how steps are clipped: in one phase, unless the rule changes within the run.
+    With `projections` so many estimate each norm, and a record may move the sum by more than the sensitivity; the
+    accountant knows the law of it.
     """
 
     epsilon: float
@@ -37,6 +39,7 @@ class PrivacyPlan:
     schedule: Schedule
     groups: Partition
     dimensions: tuple[int, ...]
+    projections: int | None = None
     loss_reduction: str = defaults.LOSS_REDUCTION
     noise: str = "secure"
     sampling: str = "poisson"
@@ -98,7 +101,8 @@ class PrivacyPlan:
     def event(self, step: int = 0) -> StepEvent:
         """What step number `step`, counted from 0, releases: an event for the ledger."""
         relative, phase = relative_noise(self._stairs, step), self.phase(step)
-        return _event(self.sample_rate, relative * phase.gradient_multiplier, phase.statistic_multiplier)
+        gradient = relative * phase.gradient_multiplier
+        return _event(self.sample_rate, gradient, phase.statistic_multiplier, self.projections)
 
     def planned(self) -> Ledger:
         """What all planned steps together release."""
@@ -121,6 +125,8 @@ class PrivacyPlan:
         """The plan as plain data, for files."""
         fields = asdict(self)
         del fields["schedule"]
+        if self.projections is None:
+            del fields["projections"]
         fields["statistic_multiplier"] = self.statistic_multiplier
         phases = [{**_written(phase.clipping), "steps": phase.end - phase.first} for phase in self.phases]
         several = {"name": self.schedule.name, "phases": phases}
@@ -138,6 +144,11 @@ class PrivacyPlan:
                 f"records (rate {self.sample_rate:.4g})",
                 f"  noise       multiplier {self.noise_multiplier:.4g}{self._split()}, source {self.noise}",
                 f"  clipping    {self._clipped()}",
+                *(
+                    []
+                    if self.projections is None
+                    else [f"  norms       estimated by {self.projections} random projections"]
+                ),
                 f"  parameters  {sum(self.dimensions):,} trainable",
             ]
         )
@@ -169,8 +180,8 @@ def _written(clipping: Clipping) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def _event(rate: float, gradient: float, statistic: float | None) -> StepEvent:
-    return StepEvent(rate, gradient, () if statistic is None else (statistic,))
+def _event(rate: float, gradient: float, statistic: float | None, projections: int | None) -> StepEvent:
+    return StepEvent(rate, gradient, () if statistic is None else (statistic,), projections)
 
 
 def sensitivity(thresholds: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """From the arguments of a run to its plan: numbers checked, defaults filled in, noise or epsilon computed."""
 
 import warnings
+from dataclasses import replace
 
 from clipless import defaults
 from clipless.accounting import ACCOUNTANTS, scheduled_epsilon, scheduled_multiplier
+from clipless.accounting.calibrate import search
 from clipless.arguments import large_delta_note, named, positive, whole
 from clipless.errors import InvalidArgument
 from clipless.partition import Partition
@@ -29,6 +31,7 @@ def make_plan(
     dimensions: tuple[int, ...],
     loss_reduction: str,
     noise: str,
+    projections: int | None = None,
 ) -> PrivacyPlan:
     """Check the numbers, fill in the defaults, and compute the noise multiplier or ε, whichever is not given."""
     named("loss_reduction", loss_reduction, dict.fromkeys(LOSS_REDUCTIONS))
@@ -54,11 +57,34 @@ def make_plan(
         schedule=schedule,
         groups=groups,
         dimensions=dimensions,
+        projections=projections,
         loss_reduction=loss_reduction,
         noise=noise,
     )
     assert plan.phases  # or raises: thresholds that do not fit the groups, a statistic that takes more than the step
-    return plan
+    return plan if projections is None else _projected(plan, target=epsilon)
+
+
+def _projected(plan: PrivacyPlan, target: float | None) -> PrivacyPlan:
+    """The plan of a run whose norms are estimated: its steps cost more than their multipliers say, by what the accountant
+    knows of random sensitivities."""
+    if not ACCOUNTANTS[plan.accountant].takes_projections:
+        raise InvalidArgument(
+            f"gradients='jl' cannot be accounted for by {plan.accountant}: the sensitivity of a step is random and has no "
+            "bound, so its Rényi divergences and the moments of its privacy loss are infinite. Use accountant='pld'."
+        )
+    if len(plan.groups) > 1:
+        raise InvalidArgument(
+            f"gradients='jl' estimates the norm of the whole gradient, and there are {len(plan.groups)} groups: use "
+            "groups='flat', or gradients='exact'."
+        )
+
+    def spent(z: float) -> float:
+        return replace(plan, noise_multiplier=z).planned().spent(plan.delta, plan.accountant).epsilon
+
+    if target is None:
+        return replace(plan, epsilon=spent(plan.noise_multiplier))
+    return replace(plan, noise_multiplier=search(spent, float(target), plan.noise_multiplier))
 
 
 def _warn_of_large_delta(delta: float, dataset_size: int) -> None:

@@ -10,14 +10,14 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from clipless import refusals
+from clipless import defaults, refusals
 from clipless.accounting import StepEvent
 from clipless.clipping import Clipping
 from clipless.closures import Arguments, within_own_step
 from clipless.distributed import Alone, Idle, Ranks, facts, on_every_rank, ranks_of, unwrapped
-from clipless.errors import InvalidType, Misuse
+from clipless.errors import Misuse
 from clipless.foreign import names_answered
-from clipless.gradients import Engine, Kernels
+from clipless.gradients import Engine, Kernels, ProjectionEngine
 from clipless.noise import NoiseSource, chosen_noise, noise_source
 from clipless.partition import partition
 from clipless.phases import Schedule, as_schedule
@@ -54,16 +54,21 @@ def make_private(
     kernels: Kernels | None = None,
     check: tuple[Callable[[nn.Module, Any], Tensor], Any] | None = None,
     group: ProcessGroup | bool | None = None,
+    gradients: str = "exact",
+    projections: int = defaults.PROJECTIONS,
 ) -> "Private":
     """Make an ordinary training loop differentially private: `optimizer.step()` then releases noised gradients only.
 
     Give `epsilon` or `noise_multiplier`, `epochs` or `steps`, and the expected `batch_size`; without `delta` it is
     N**-1.1. Train on `private.loader`. Model and optimizer stay what they are and get hooks, which `detach()` removes.
-    `check=(loss_fn, batch)` runs `clipless.check` first, which raises `Unsound` for a model or loss that mixes records.
+    `check=(loss_fn, batch)` runs `clipless.check` first, which raises `Unsound` for a model or loss that mixes records;
     `kernels=clipless.Kernels(memory_cap=...)` bounds the memory that private training takes over plain training.
-    Noise is secure, or repeatable where a `seed` is given, which then must stay secret (docs/noise.md).
-    Several processes train one run together where torch.distributed is initialised, or in the `group` given
-    (docs/distributed.md); `group=False` says that this process trains alone, whatever torchrun says.
+    Noise is secure, or repeatable where a `seed` is given, which then must stay secret (docs/noise.md). Several processes
+    train one run together where torch.distributed is initialised, or in the `group` given (docs/distributed.md);
+    `group=False` says that this process trains alone, whatever torchrun says.
+    `clipping=` takes a name, an object such as `clipless.auto_s()`, or a `clipless.schedule` of them.
+    `gradients="jl"` estimates norms by random `projections` in forward mode, for models that the exact engine does not
+    take; it costs more noise, needs `private.backward(losses)` and accountant "pld" (docs/projections.md).
     If anything is refused, nothing has been changed.
     """
     ranks = ranks_of(group)
@@ -91,9 +96,8 @@ def make_private(
             dimensions=tuple(sum(parameters[name].numel() for name in members) for members in groups.members),
             loss_reduction=loss_reduction,
             noise=chosen_noise(noise, seed),
+            projections=refusals.chosen_projections(gradients, projections, kernels, ranks.size),
         )
-        if kernels is not None and not isinstance(kernels, Kernels):
-            raise InvalidType(f"kernels must be clipless.Kernels(memory_cap=...) or None, got {kernels!r}.")
         if check is not None:
             for phase in plan.phases:
                 refuse_unsound(model, check, phase.clipping, loss_reduction)
@@ -102,10 +106,8 @@ def make_private(
         ranks.refuse_differences(lambda: facts(model, optimizer, plan.to_dict(), seed, allow_overspend=allow_overspend))
         source.load_state_dict(ranks.shared(source.state_dict()))
     fetch, kernels = fetcher(data, settings), kernels or Kernels()
-    return on_every_rank(
-        ranks,
-        lambda: Private(model, optimizer, plan, fetch, source, kernels, allow_overspend, group, ranks, idle),
-    )
+    parts = (model, optimizer, plan, fetch, source, kernels)
+    return on_every_rank(ranks, lambda: Private(*parts, allow_overspend, group, ranks, idle))
 
 
 class Private(SavedRun):
@@ -126,20 +128,15 @@ class Private(SavedRun):
     ) -> None:
         super().__init__(model, optimizer, plan, source, ranks)
         self._idle = idle
-        self._allow_overspend, self._guard = (
-            allow_overspend,
-            Guard(model, optimizer, None if group is None and ranks.size == 1 else False),
-        )
+        self._allow_overspend = allow_overspend
+        self._guard = Guard(model, optimizer, None if group is None and ranks.size == 1 else False)
         self._statistic: Tensor | None = None
-        self._engine = Engine(
-            model,
-            plan.groups,
-            self._factors,
-            self._observe if plan.releases_statistics else None,
-            kernels,
-            plan.expected_batch,
-            checks_itself=True,
-        )
+        observe, expected = self._observe if plan.releases_statistics else None, plan.expected_batch
+        self._engine: Engine | ProjectionEngine
+        if plan.projections is None:
+            self._engine = Engine(model, plan.groups, self._factors, observe, kernels, expected, checks_itself=True)
+        else:
+            self._engine = ProjectionEngine(model, self._factors, observe, self._vector, plan.projections, expected)
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=(ranks.rank, ranks.size))
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
         self._attach()
@@ -219,6 +216,10 @@ class Private(SavedRun):
         """How much of some records enters these groups' sums, [g,b]."""
         thresholds = self._thresholds[groups] if len(self._thresholds) > 1 else self._thresholds
         return self._phase.clipping.factors(norms, thresholds.to(norms), groups)
+
+    def _vector(self, number: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """A vector of this step's random projections."""
+        return self._source.vector(self.steps_taken, number, like)
 
     def _observe(self, norms: Tensor) -> None:
         """Add up the policy's statistic over the parts of the batch."""

@@ -48,8 +48,9 @@ def refuse_lost(forward_pass: ForwardPass, parameters: Mapping[str, nn.Parameter
             raise lost(name)
 
 
-def refuse_dependent(forward_pass: ForwardPass) -> None:
-    """Run a checked pass again with other records in half of the rows, and refuse it if the outputs of the rest are others.
+def refuse_dependent(forward_pass: ForwardPass, tolerance: float = DEPENDENT) -> None:
+    """Run a checked pass again with other records in half of the rows, and refuse it if the outputs of the rest are others,
+    by more than `tolerance` unless they are computed with 16 bits.
 
     As many rows go in as before, so that the same random numbers meet the same rows. If the model draws another number of
     them, depending on the records, or does not take these records together, nothing can be told.
@@ -72,7 +73,7 @@ def refuse_dependent(forward_pass: ForwardPass) -> None:
         or not _alike(forward_pass.values, others)
     ):
         return
-    tolerance = HALF_TOLERANCE if _half(forward_pass) else DEPENDENT
+    tolerance = HALF_TOLERANCE if _half(forward_pass) else tolerance
     for one, other, dim in zip(forward_pass.values, others, forward_pass.out_dims, strict=True):
         if dim is None:
             continue
