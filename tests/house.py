@@ -17,14 +17,14 @@ MOST_LINES, MOST_FUNCTION_LINES = 300, 50
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "rounding"}),
     frozenset({"arguments", "defaults", "clipped", "closures", "native", "processes"}),
-    frozenset({"accounting", "theory", "partition", "noise", "thresholds", "foreign", "replacing"}),
+    frozenset({"accounting", "theory", "partition", "noise", "thresholds", "foreign", "replacing", "averaging"}),
     frozenset({"clipping", "sampling", "runs"}),
     frozenset({"phases"}),
     frozenset({"distributed", "gradients", "oracle", "plan", "reliability"}),
     frozenset({"planning", "preflight", "refusals", "stepping"}),
     frozenset({"saved_run"}),
     frozenset({"private"}),
-    frozenset({"auditing"}),
+    frozenset({"auditing", "langevin"}),
     frozenset({"app"}),
     frozenset({"__main__"}),
 )

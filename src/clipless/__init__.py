@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from clipless.gradients import Kernels
     from clipless.gradients.clipped_sum import clipped_sum
+    from clipless.langevin import PosteriorSampler, sgld
     from clipless.phases import Schedule, schedule
     from clipless.plan import PrivacyPlan
     from clipless.preflight import CheckReport, check
@@ -51,6 +52,7 @@ _MODULE_OF = {
     "Ledger": "clipless.accounting",
     "LedgerInUse": "clipless.errors",
     "Misuse": "clipless.errors",
+    "PosteriorSampler": "clipless.langevin",
     "PrivacyPlan": "clipless.plan",
     "Private": "clipless.private",
     "RankFailed": "clipless.errors",
@@ -78,6 +80,7 @@ _MODULE_OF = {
     "read_ledger": "clipless.runs.ledger_file",
     "replace_batchnorm": "clipless.replacing",
     "schedule": "clipless.phases",
+    "sgld": "clipless.langevin",
 }
 
 __all__ = [
@@ -93,6 +96,7 @@ __all__ = [
     "Ledger",
     "LedgerInUse",
     "Misuse",
+    "PosteriorSampler",
     "PrivacyPlan",
     "Private",
     "RankFailed",
@@ -121,6 +125,7 @@ __all__ = [
     "read_ledger",
     "replace_batchnorm",
     "schedule",
+    "sgld",
 ]
 
 
