@@ -304,6 +304,29 @@ def test_a_changed_optimizer_is_refused_before_anything_is_released(name: str, v
     chain.detach()
 
 
+def test_a_mean_loss_and_a_plain_loop_sample_the_same() -> None:
+    ours = go(small(step_size=0.02), 6)
+    theirs = small(step_size=0.02)
+    for _, (x, y) in zip(range(6), theirs.loader, strict=False):
+        theirs.optimizer.zero_grad()
+        F.cross_entropy(theirs._model(x), y).backward()
+        theirs.optimizer.step()
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_sixteen_bits_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="lost in its rounding"):
+        small(nn.Linear(5, 2).bfloat16(), step_size=0.02)
+
+
+def test_a_model_samples_one_chain_at_a_time() -> None:
+    chain = small(step_size=0.02)
+    with pytest.raises(Misuse, match="private already"):
+        small(chain._model, step_size=0.02)
+    chain.detach()
+    small(chain._model, step_size=0.02).detach()
+
+
 def test_a_prediction_needs_a_sample() -> None:
     chain = go(small(step_size=0.02), 2)
     with pytest.raises(Misuse, match="no sample has been kept yet"):

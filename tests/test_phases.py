@@ -4,6 +4,9 @@ The releases of schedules are computed by hand in tests/thresholds/test_releases
 """
 
 import math
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -189,6 +192,19 @@ def one_step(model: nn.Module, private: clipless.Private, optimizer: torch.optim
     return grad * private.plan.expected_batch
 
 
+def test_a_report_names_every_phase(tmp_path: Path) -> None:
+    run = begin(clipping=clipless.schedule(LAST_GLOBAL))
+    run.private.save_to(tmp_path / "ledger.jsonl")
+    run.go().close()
+    shown = subprocess.run(
+        [sys.executable, "-m", "clipless", "report", str(tmp_path / "ledger.jsonl")],
+        capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1", "COLUMNS": "300"},
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    words = " ".join(shown.stdout.split())
+    assert "abadi, Constant(threshold=1.0) for 9 steps; global, Constant(threshold=2.0) for 3 steps" in words
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "shares": ([(0.5, "abadi"), (0.4, "global")], "add up to 0.9"),
     "negative": ([(1.5, "abadi"), (-0.5, "global")], "positive"),
@@ -198,6 +214,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "empty": ([], "pairs"),
     "text": ("abadi", "pairs"),
     "no pair": (["abadi"], "pair"),
+    "percent": ([(95, "abadi"), (5, "global")], "add up to 1"),
     "swapped": ([("abadi", 1.0)], "share of a phase"),
 }
 
@@ -233,6 +250,15 @@ def test_a_cutoff_for_each_group_needs_as_many_groups(given: Any) -> None:
         clipless.clipped_sum(nn.Linear(2, 1), lambda m, x: m(x)[:, 0], torch.ones(2, 2), clipless.global_(**given))
     with pytest.raises(InvalidArgument, match="2 cutoffs and 3 thresholds"):
         clipless.global_(cutoff=[1.0, 2.0], threshold=[1.0, 2.0, 3.0])
+
+
+def test_factors_of_some_groups_are_those_of_their_own_rules() -> None:
+    how = clipless.global_(cutoff=[1.0, 4.0, 9.0], threshold=[1.0, 2.0, 3.0], groups="per-layer")
+    norms, thresholds = torch.tensor([[3.0], [3.0], [3.0]]), how.start(3)
+    assert how.factors(norms, thresholds, range(3)).flatten().tolist() == pytest.approx([0.0, 1 / 2, 1 / 3])
+    for groups in ([2], [1, 0], [2, 1]):
+        found = how.factors(norms[groups], thresholds[groups], groups).flatten().tolist()
+        assert found == pytest.approx([[0.0, 1 / 2, 1 / 3][g] for g in groups])
 
 
 def test_a_single_number_is_shared_out_over_the_groups() -> None:

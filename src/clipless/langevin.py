@@ -92,6 +92,7 @@ def sgld(
             "To have another step size at the same budget, change temperature=."
         )
     parameters = refusals.trainable(model)
+    _refuse_narrow(parameters)
     how, tau = as_schedule(clipping), _temperature(temperature, records)
     bound, prior = _sensitivity(how, parameters), positive("prior_stddev", prior_stddev)
     if step_size is not None:
@@ -263,6 +264,15 @@ def _sensitivity(how: Schedule, parameters: dict[str, nn.Parameter]) -> float:
     if groups > 1 and any(clipping.allocation != "uniform" for _, clipping in how.parts):
         raise InvalidArgument("sgld needs the same noise on every weight: use allocation='uniform'.")
     return bounds.pop()
+
+
+def _refuse_narrow(parameters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.dtype.itemsize < 4:
+            raise InvalidArgument(
+                f"parameter {name!r} is {parameter.dtype}: steps as small as those of Langevin dynamics are lost in its "
+                "rounding. Use model.float()."
+            )
 
 
 def _refuse_divergence(step_size: float, records: int, prior_stddev: float) -> None:

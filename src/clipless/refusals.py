@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from clipless import defaults
 from clipless.arguments import named, whole
 from clipless.errors import BudgetSpent, InvalidArgument, InvalidType, Misuse
 from clipless.gradients import Kernels
@@ -99,6 +100,10 @@ def chosen_projections(gradients: str, projections: int, kernels: object, proces
     if kernels is not None and not isinstance(kernels, Kernels):
         raise InvalidType(f"kernels must be clipless.Kernels(memory_cap=...) or None, got {kernels!r}.")
     if not named("gradients", gradients, {"exact": False, "jl": True}):
+        if projections != defaults.PROJECTIONS:
+            raise InvalidArgument(
+                "projections= estimate norms with gradients='jl', and these are exact: give that too."
+            )
         return None
     if kernels is not None:
         raise InvalidArgument("kernels= is about exact norms, and gradients='jl' estimates them: leave it out.")

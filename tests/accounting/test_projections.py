@@ -10,7 +10,7 @@ from scipy import integrate, optimize, stats
 import clipless
 from clipless.accounting import ACCOUNTANTS, Ledger, StepEvent
 from clipless.accounting.losses import deltas as exact_deltas
-from clipless.accounting.projections import exceeds, quantile, shares
+from clipless.accounting.projections import deltas, exceeds, multipliers, quantile, shares
 from clipless.accounting.release import Release, coarser, releases
 from clipless.errors import InvalidArgument
 
@@ -72,6 +72,25 @@ def test_one_step_is_the_mean_over_the_random_sensitivity(rate: float, r: int) -
     truth = optimize.brentq(lambda epsilon: mean_delta(epsilon) - delta, 0.01, 1e3, xtol=1e-6)
     claimed = spent(rate, z, 1, delta, r)
     assert truth <= claimed <= 1.06 * truth
+
+
+@pytest.mark.parametrize("removing", [True, False])
+@pytest.mark.parametrize("rate", [0.2, 1.0])
+def test_what_lies_beyond_the_grid_is_counted(rate: float, removing: bool) -> None:
+    """With a grid that leaves out one sensitivity in ten the mean over all of them is still bounded."""
+    r, z, epsilons = 2, 1.0, np.array([-1.0, 0.0, 0.1, 1.0, 3.0, 8.0, 20.0])
+    found = shares(r, 0.1)
+    bound = deltas(rate, found, multipliers(found.values, z, math.inf), removing, 1e-9, epsilons)
+    chances = (np.arange(200_000) + 0.5) / 200_000
+    noise = z / np.sqrt(r / stats.chi2.ppf(chances, r))
+    truth = np.zeros(len(epsilons))
+    for each in noise[::200]:
+        truth += exact_deltas(rate, float(each), removing, epsilons) / len(noise[::200])
+    assert (bound >= truth - 1e-3).all()
+    assert (bound <= truth + 0.1 * rate + 0.05).all()
+    in_clear = 0.1 * (rate if removing else max(0.0, 1 - math.exp(epsilons[3]) * (1 - rate)))
+    assert bound[3] >= in_clear * 0.999
+    assert bound[-1] >= (0.1 * rate * 0.999 if removing or rate == 1 else 0.0)
 
 
 @pytest.mark.parametrize("r", [1, 2, 5, 20, 100, 5000])

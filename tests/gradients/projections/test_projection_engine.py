@@ -363,6 +363,56 @@ def source_of(source: Any) -> Any:
     return lambda j, like: source.vector(0, j, like)
 
 
+def test_frozen_parameters_and_sparse_tables_are_left_to_autograd() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 3))
+    model[2].requires_grad_(False)
+    x, y = torch.randint(9, (6, 3)), torch.randint(3, (6,))
+    dense = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 3))
+    dense.load_state_dict(model.state_dict())
+    dense[2].requires_grad_(False)
+    exact = clipless.oracle.clipped_sum(dense, lambda m, b: losses_of(m, *b), (x, y), abadi(1e6)).grads
+    found = projected(model, x, y, 2)[0]
+    assert found.keys() == exact.keys() == {"0.weight", "3.weight", "3.bias"}
+    assert distance(found, exact) < 1e-5
+
+
+@pytest.mark.parametrize("where", ["model", "losses"])
+def test_after_an_exception_the_same_batch_gives_the_same_release(where: str) -> None:
+    torch.manual_seed(0)
+    trouble = {"model": False, "losses": False}
+
+    class Fragile(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if trouble["model"]:
+                raise OSError("out of memory")
+            return super().forward(x)
+
+    released = []
+    for interrupted in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), Fragile(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        private = clipless.make_private(
+            model, optimizer, dataset(), gradients="jl", projections=3, batch_size=20, steps=2, noise_multiplier=1.0,
+            seed=1, delta=1e-5,
+        )  # fmt: skip
+        x, y = next(iter(private.loader))
+        if interrupted:
+            trouble[where] = True
+            with pytest.raises((OSError, Misuse, InvalidArgument)):
+                private.backward(per_class(model(x), y) if where == "model" else per_class(model(x), y).mean())
+            trouble[where] = False
+            x, y = private.loader.again()
+        with torch.no_grad():
+            model(torch.randn(3, 5))  # a look at something else
+        private.backward(per_class(model(x), y))
+        optimizer.step()
+        released.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        private.detach()
+    assert torch.equal(*released)
+
+
 # Refusals.
 
 
@@ -523,6 +573,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"projections": 0}, "at least 1"),
     "half": ({"projections": 2.5}, "whole number"),
     "name": ({"gradients": "lj"}, "did you mean 'jl'"),
+    "forgotten": ({"gradients": "exact", "projections": 50}, "gradients='jl'"),
 }
 
 

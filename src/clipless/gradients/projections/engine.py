@@ -220,6 +220,7 @@ class ProjectionEngine:
             grads: Sequence[Tensor | None] = torch.autograd.grad(losses, values, weights, allow_unused=True)
         else:
             grads = self._without(~finite[0], function, part, weights, trainable)
+        grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
         self._refuse_differences(grads, first, weights, products, norms[0])
         for name, grad in zip(trainable, grads, strict=True):
             if grad is not None:
