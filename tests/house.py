@@ -19,13 +19,14 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"arguments", "defaults", "clipped", "closures", "native", "noise_schedule", "processes", "random_state"}
     ),
-    frozenset({"accounting", "theory", "partition", "noise", "thresholds", "foreign", "replacing"}),
+    frozenset({"accounting", "theory", "partition", "noise", "thresholds", "foreign", "replacing", "averaging"}),
     frozenset({"clipping", "sampling", "runs"}),
+    frozenset({"phases"}),
     frozenset({"distributed", "gradients", "oracle", "plan", "reliability"}),
-    frozenset({"preflight", "refusals", "stepping"}),
+    frozenset({"planning", "preflight", "refusals", "stepping"}),
     frozenset({"saved_run"}),
     frozenset({"private"}),
-    frozenset({"auditing"}),
+    frozenset({"auditing", "langevin"}),
     frozenset({"app"}),
     frozenset({"__main__"}),
 )

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     )
     from clipless.gradients import Kernels
     from clipless.gradients.clipped_sum import clipped_sum
+    from clipless.langevin import PosteriorSampler, sgld
+    from clipless.phases import Schedule, schedule
     from clipless.plan import PrivacyPlan
     from clipless.preflight import CheckReport, check
     from clipless.private import Private, make_private
@@ -50,11 +52,13 @@ _MODULE_OF = {
     "Ledger": "clipless.accounting",
     "LedgerInUse": "clipless.errors",
     "Misuse": "clipless.errors",
+    "PosteriorSampler": "clipless.langevin",
     "PrivacyPlan": "clipless.plan",
     "Private": "clipless.private",
     "RankFailed": "clipless.errors",
     "Replaced": "clipless.replacing",
     "ReplayDiffers": "clipless.errors",
+    "Schedule": "clipless.phases",
     "Spent": "clipless.accounting",
     "TornLedger": "clipless.errors",
     "Unsound": "clipless.errors",
@@ -75,6 +79,8 @@ _MODULE_OF = {
     "quantile": "clipless.clipping",
     "read_ledger": "clipless.runs.ledger_file",
     "replace_batchnorm": "clipless.replacing",
+    "schedule": "clipless.phases",
+    "sgld": "clipless.langevin",
 }
 
 __all__ = [
@@ -90,11 +96,13 @@ __all__ = [
     "Ledger",
     "LedgerInUse",
     "Misuse",
+    "PosteriorSampler",
     "PrivacyPlan",
     "Private",
     "RankFailed",
     "Replaced",
     "ReplayDiffers",
+    "Schedule",
     "Spent",
     "TornLedger",
     "Unsound",
@@ -116,6 +124,8 @@ __all__ = [
     "quantile",
     "read_ledger",
     "replace_batchnorm",
+    "schedule",
+    "sgld",
 ]
 
 

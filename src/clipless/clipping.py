@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clipless import defaults
 from clipless.arguments import named, positive, unknown_name
-from clipless.errors import InvalidType
+from clipless.errors import InvalidArgument, InvalidType
 from clipless.thresholds import DCE, DCP, Constant, Decay, Quantile, Setting, ThresholdPolicy
 
 Rule = Callable[[Tensor, Tensor], Tensor]
@@ -62,6 +62,21 @@ class Global:
         return torch.where((norms <= self.ratio * thresholds) & factors.isfinite(), factors, 0.0)
 
 
+@dataclass(frozen=True)
+class ByGroup:
+    """A rule for each group. Guarantee: that of the rules."""
+
+    rules: tuple[Rule, ...]
+
+    def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
+        return self.of(range(len(norms)), norms, thresholds)
+
+    def of(self, groups: Sequence[int], norms: Tensor, thresholds: Tensor) -> Tensor:
+        """Factors for some of the groups, whose norms and thresholds these are."""
+        rows = [self.rules[g](norms[k : k + 1], thresholds[k : k + 1]) for k, g in enumerate(groups)]
+        return torch.cat(rows)
+
+
 def _at_least_float32(norms: Tensor) -> Tensor:
     """The norms in a type in which a factor is not rounded up to more than the threshold allows, as it is in bfloat16."""
     return norms.to(torch.promote_types(norms.dtype, torch.float32))
@@ -94,8 +109,19 @@ class Clipping:
     groups: Groups = "flat"
     allocation: str = "uniform"
 
+    def factors(self, norms: Tensor, thresholds: Tensor, groups: Sequence[int]) -> Tensor:
+        """How much of each record enters the sums of these groups, [g,b], from their norms [g,b] and thresholds [g,1]."""
+        if isinstance(self.rule, ByGroup):
+            return self.rule.of(groups, norms, thresholds)
+        return self.rule(norms, thresholds)
+
     def start(self, groups: int) -> Tensor:
-        """The thresholds of the first step, [G,1]."""
+        """The thresholds of the first step, [G,1]. Raises if the rule or the policy is made for another number of groups."""
+        if isinstance(self.rule, ByGroup) and len(self.rule.rules) != groups:
+            raise InvalidArgument(
+                f"{len(self.rule.rules)} cutoffs for {groups} groups: give one for each group, or a single number, which is "
+                "shared out over the groups."
+            )
         return self.policy.thresholds(self.policy.init(Setting(groups)))
 
 
@@ -128,14 +154,39 @@ def auto_s(
 
 
 def global_(
-    cutoff: float = defaults.THRESHOLD,
-    threshold: float | None = None,
+    cutoff: float | Sequence[float] = defaults.THRESHOLD,
+    threshold: float | Sequence[float] | None = None,
     groups: Groups = "flat",
     allocation: str = "uniform",
 ) -> Clipping:
-    """Keep a gradient whose norm is at most the cutoff Z, scaled by R/Z, and drop the rest. Without a threshold R = Z."""
-    bound = positive("cutoff", cutoff) if threshold is None else positive("threshold", threshold)
-    return Clipping("global", Global(positive("cutoff", cutoff) / bound), Constant(bound), groups, allocation)
+    """Keep a gradient whose norm is at most the cutoff Z, scaled by R/Z, and drop the rest. Without a threshold R = Z.
+
+    Cutoff and threshold are each one number, shared out over the groups, or a list of one number for each group.
+
+    >>> global_(cutoff=[6.0, 2.0], threshold=[1.5, 2.0]).rule
+    ByGroup(rules=(Global(ratio=4.0), Global(ratio=1.0)))
+    """
+    bound = cutoff if threshold is None else threshold
+    counts = {len(given) for given in (cutoff, bound) if isinstance(given, (list, tuple))}
+    if len(counts) > 1:
+        raise InvalidArgument(
+            f"{len(cutoff)} cutoffs and {len(bound)} thresholds: give one of each for every group, or a single number, "  # type: ignore[arg-type]
+            "which is shared out over the groups."
+        )
+    if not counts:
+        ratio = positive("cutoff", cutoff) / positive("threshold", bound)
+        return Clipping("global", Global(ratio), Constant(bound), groups, allocation)
+    cutoffs = _each("cutoff", cutoff, *counts)
+    bounds = cutoffs if threshold is None else _each("threshold", threshold, *counts)
+    rule = ByGroup(tuple(Global(z / r) for z, r in zip(cutoffs, bounds, strict=True)))
+    return Clipping("global", rule, Constant(bounds), groups, allocation)
+
+
+def _each(name: str, given: float | Sequence[float], groups: int) -> tuple[float, ...]:
+    """One number for each group; a single one is divided by √G."""
+    if isinstance(given, (list, tuple)):
+        return tuple(positive(name, value) for value in given)
+    return (positive(name, given) / groups**0.5,) * groups
 
 
 def dc_p(
@@ -228,6 +279,7 @@ def as_clipping(clipping: str | Clipping) -> Clipping:
         return clipping
     if not isinstance(clipping, str):
         raise InvalidType(
-            f"clipping must be a name such as 'auto-s' or an object such as clipless.auto_s(), got {clipping!r}."
+            f"clipping must be a name such as 'auto-s' or an object such as clipless.auto_s(), got {clipping!r}. Of "
+            "a schedule give one phase."
         )
     return named("clipping", clipping, CLIPPINGS)()

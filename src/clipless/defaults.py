@@ -11,6 +11,7 @@ BINS = 20
 QUANTILE_RATE = 0.2
 DECAY_RHO = 0.5
 NOISE_RHO = 1.0
+PROJECTIONS = 20
 
 
 def delta(records: int) -> float:

@@ -10,17 +10,19 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from clipless import refusals
+from clipless import defaults, refusals
 from clipless.accounting import StepEvent
-from clipless.clipping import Clipping, as_clipping
+from clipless.clipping import Clipping
 from clipless.closures import Arguments, within_own_step
 from clipless.distributed import Alone, Idle, Ranks, facts, on_every_rank, ranks_of, unwrapped
-from clipless.errors import InvalidType, Misuse
+from clipless.errors import Misuse
 from clipless.foreign import names_answered
-from clipless.gradients import Engine, Kernels
+from clipless.gradients import Engine, Kernels, ProjectionEngine
 from clipless.noise import NoiseSource, chosen_noise, noise_source
 from clipless.partition import partition
-from clipless.plan import PrivacyPlan, make_plan
+from clipless.phases import Schedule, as_schedule
+from clipless.plan import PrivacyPlan
+from clipless.planning import make_plan
 from clipless.preflight import refuse_unsound
 from clipless.runs.fingerprint import fingerprint
 from clipless.sampling.fetching import Fetcher, fetcher, source_of
@@ -43,7 +45,7 @@ def make_private(
     batch_size: int | None = None,
     epochs: int | None = None,
     steps: int | None = None,
-    clipping: str | Clipping = "auto-s",
+    clipping: str | Clipping | Schedule = "auto-s",
     accountant: str = "pld",
     loss_reduction: str = "mean",
     noise: str | None = None,
@@ -52,6 +54,8 @@ def make_private(
     kernels: Kernels | None = None,
     check: tuple[Callable[[nn.Module, Any], Tensor], Any] | None = None,
     group: ProcessGroup | bool | None = None,
+    gradients: str = "exact",
+    projections: int = defaults.PROJECTIONS,
 ) -> "Private":
     """Make an ordinary training loop differentially private: `optimizer.step()` then releases noised gradients only.
 
@@ -62,6 +66,9 @@ def make_private(
     Noise is secure, or, with a `seed`, repeatable; the seed must then stay secret (docs/noise.md).
     Several processes train one run together if torch.distributed is initialised, or in the `group` given
     (docs/distributed.md); `group=False` says that this process trains alone, even under torchrun.
+    `clipping=` takes a name, an object such as `clipless.auto_s()`, or a `clipless.schedule` of them.
+    `gradients="jl"` estimates norms by random `projections` in forward mode, for models that the exact engine does not
+    take; it costs more noise, needs `private.backward(losses)` and accountant "pld" (docs/projections.md).
     If anything is refused, nothing has been changed.
     """
     ranks = ranks_of(group)
@@ -73,7 +80,7 @@ def make_private(
         refusals.refuse_attached((*model.modules(), optimizer), _ATTACHED)
         refusals.refuse_unclear("allow_overspend", allow_overspend)
         batch_size = refusals.one_batch_size(batch_size, own_batch_size)
-        how = as_clipping(clipping)
+        how = as_schedule(clipping)
         groups = partition(how.groups, parameters)
         plan = make_plan(
             dataset_size=len(data),  # type: ignore[arg-type]
@@ -84,25 +91,23 @@ def make_private(
             noise_multiplier=noise_multiplier,
             delta=delta,
             accountant=accountant,
-            clipping=how,
+            schedule=how,
             groups=groups,
             dimensions=tuple(sum(parameters[name].numel() for name in members) for members in groups.members),
             loss_reduction=loss_reduction,
             noise=chosen_noise(noise, seed),
+            projections=refusals.chosen_projections(gradients, projections, kernels, ranks.size),
         )
-        if kernels is not None and not isinstance(kernels, Kernels):
-            raise InvalidType(f"kernels must be clipless.Kernels(memory_cap=...) or None, got {kernels!r}.")
         if check is not None:
-            refuse_unsound(model, check, how, loss_reduction)
+            for phase in plan.phases:
+                refuse_unsound(model, check, phase.clipping, loss_reduction)
         source = noise_source(noise, seed)
     if ranks.size > 1:
         ranks.refuse_differences(lambda: facts(model, optimizer, plan.to_dict(), seed, allow_overspend=allow_overspend))
         source.load_state_dict(ranks.shared(source.state_dict()))
     fetch, kernels = fetcher(data, settings), kernels or Kernels()
-    return on_every_rank(
-        ranks,
-        lambda: Private(model, optimizer, plan, fetch, source, kernels, allow_overspend, group, ranks, idle),
-    )
+    parts = (model, optimizer, plan, fetch, source, kernels)
+    return on_every_rank(ranks, lambda: Private(*parts, allow_overspend, group, ranks, idle))
 
 
 class Private(SavedRun):
@@ -122,26 +127,18 @@ class Private(SavedRun):
         idle: Idle,
     ) -> None:
         super().__init__(model, optimizer, plan, source, ranks)
-        self._idle = idle
-        self._allow_overspend = allow_overspend
+        self._idle, self._allow_overspend = idle, allow_overspend
         self._guard = Guard(model, optimizer, None if group is None and ranks.size == 1 else False)
         self._statistic: Tensor | None = None
-        self._engine = Engine(
-            model,
-            plan.groups,
-            self._factors,
-            None if plan.statistic_multiplier is None else self._observe,
-            kernels,
-            checks_itself=True,
-        )
+        observe = self._observe if plan.releases_statistics else None
+        self._engine: Engine | ProjectionEngine
+        if plan.projections is None:
+            self._engine = Engine(model, plan.groups, self._factors, observe, kernels, checks_itself=True)
+        else:
+            self._engine = ProjectionEngine(model, self._factors, observe, self._vector, plan.projections)
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=(ranks.rank, ranks.size))
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
         self._attach()
-
-    @property
-    def epochs(self) -> int:
-        """Passes over `loader` in the plan."""
-        return self.plan.steps // self.plan.steps_per_pass
 
     @property
     def steps_taken(self) -> int:
@@ -217,12 +214,17 @@ class Private(SavedRun):
     def _factors(self, norms: Tensor, groups: Sequence[int]) -> Tensor:
         """The clipping factors of some records in these groups, [g,b]."""
         thresholds = self._thresholds[groups] if len(self._thresholds) > 1 else self._thresholds
-        return self.plan.clipping.rule(norms, thresholds.to(norms))
+        return self._phase.clipping.factors(norms, thresholds.to(norms), groups)
+
+    def _vector(self, number: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """A vector of this step's random projections."""
+        return self._source.vector(self.steps_taken, number, like)
 
     def _observe(self, norms: Tensor) -> None:
         """Add the policy's statistic of a micro-batch to that of the batch."""
-        observed = self.plan.clipping.policy.observe(self._policy_state, norms)
-        assert observed is not None
+        observed = self._phase.clipping.policy.observe(self._policy_state, norms)
+        if observed is None:
+            return
         self._statistic = observed if self._statistic is None else self._statistic + observed
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -246,10 +248,10 @@ class Private(SavedRun):
 
     def _release(self, step: int) -> None:
         """Add up the ranks' sums, add noise, record the event, and only then set p.grad."""
-        if self._noise is None:
+        if self._noise is None or self.plan.thresholds_change:
             self._noise = self.plan.event(step), self._stddevs(step)
         event, stddevs = self._noise
-        if self._statistic is None and self.plan.statistic_multiplier is not None:
+        if self._statistic is None and self._phase.statistic_multiplier is not None:
             device = next(iter(self._engine.parameters.values())).device  # the device of the other ranks' statistic
             self._observe(torch.zeros(len(self.plan.groups), 0, device=device))
         sums, statistic = self._engine.complete(), self._statistic
@@ -263,8 +265,9 @@ class Private(SavedRun):
             parameter.grad = gradients[name] if parameter.requires_grad else None
         clear_gradients(self._optimizer, but=self._engine.parameters.values())
         if self.plan.thresholds_change:
-            self._set_policy(self.plan.clipping.policy.update(self._policy_state, statistic, self.plan.setting))
-            self.history.append(self._policy_state, statistic)
+            phase = self._phase
+            self._go_on(step + 1, phase.clipping.policy.update(self._policy_state, statistic, phase.setting))
+            self._note(phase, statistic)
         self._source.forget_steps(step + 1)
 
     def _stddevs(self, step: int) -> list[float]:
@@ -280,9 +283,9 @@ class Private(SavedRun):
 
     def _noised_statistic(self, step: int, statistic: Tensor | None) -> Tensor | None:
         """The batch's statistic with noise; None if the policy needs none."""
-        if statistic is None or self.plan.statistic_multiplier is None:
+        if statistic is None or self._phase.statistic_multiplier is None:
             return None
-        (noised,) = self._source.release("statistic", step, [statistic], [self.plan.statistic_multiplier])
+        (noised,) = self._source.release("statistic", step, [statistic], [self._phase.statistic_multiplier])
         return noised
 
     def _record(self, event: StepEvent, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> None:

@@ -7,7 +7,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from clipless import defaults
+from clipless.arguments import named, whole
 from clipless.errors import BudgetSpent, InvalidArgument, InvalidType, Misuse
+from clipless.gradients import Kernels
 
 
 class Whole:
@@ -90,6 +93,26 @@ def one_batch_size(given: int | None, of_loader: int | None) -> int | None:
             f"batch_size={given} contradicts the DataLoader's batch_size={of_loader}: give one of them."
         )
     return of_loader if given is None else given
+
+
+def chosen_projections(gradients: str, projections: int, kernels: object, processes: int) -> int | None:
+    """How many projections estimate each norm; None for exact norms. Raises for kernels that do not fit."""
+    if kernels is not None and not isinstance(kernels, Kernels):
+        raise InvalidType(f"kernels must be clipless.Kernels(memory_cap=...) or None, got {kernels!r}.")
+    if not named("gradients", gradients, {"exact": False, "jl": True}):
+        if projections != defaults.PROJECTIONS:
+            raise InvalidArgument(
+                "projections= estimate norms with gradients='jl', and these are exact: give that too."
+            )
+        return None
+    if kernels is not None:
+        raise InvalidArgument("kernels= is about exact norms, and gradients='jl' estimates them: leave it out.")
+    if processes > 1:
+        raise InvalidArgument(
+            "gradients='jl' trains in one process, and this run has several: use gradients='exact', or group=False in "
+            "a process that trains alone."
+        )
+    return whole("projections", projections)
 
 
 def budget_spent(steps: int, spent: object) -> BudgetSpent:

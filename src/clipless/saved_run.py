@@ -11,6 +11,7 @@ from clipless.accounting import Ledger, Spent, StepEvent
 from clipless.distributed import Alone, Ranks
 from clipless.errors import Misuse, RankFailed
 from clipless.noise import NoiseSource
+from clipless.phases import Phase
 from clipless.plan import PrivacyPlan
 from clipless.runs.checkpoint import checkpoint_of, random_states, read_checkpoint
 from clipless.runs.followed import FollowedJournal
@@ -53,11 +54,34 @@ class SavedRun(refusals.Whole):
         self._policy_state: State = {}
         self._thresholds: Tensor
         self._noise: tuple[StepEvent, list[float]] | None
+        self._phase = plan.phases[0]
         self._set_policy(plan.clipping.policy.init(plan.setting))
 
     def _set_policy(self, state: State) -> None:
-        self._policy_state, self._thresholds = state, self.plan.clipping.policy.thresholds(state)
+        self._policy_state, self._thresholds = state, self._phase.clipping.policy.thresholds(state)
         self._noise = None
+
+    def _go_on(self, step: int, state: State) -> None:
+        """The policy's state before that step; from its beginning where another policy set the thresholds so far."""
+        before, self._phase = self._phase, self.plan.phase(step)
+        begins = self._phase.span != before.span
+        self._set_policy(self._phase.clipping.policy.init(self._phase.setting) if begins else state)
+
+    def _note(self, phase: Phase, statistic: Tensor | None) -> None:
+        """Keep what was released after a step of a phase. Where policies change, what is not thresholds is kept under the
+        number of its phase, counted from 1."""
+        state = self._policy_state
+        if self.plan.phases[-1].span:
+            own = {f"{name} (phase {self._phase.number + 1})": value for name, value in state.items()}
+            state = {"thresholds": self._thresholds, **{k: v for k, v in own.items() if not k.startswith("thresholds")}}
+            if statistic is not None:
+                state[f"statistic (phase {phase.number + 1})"], statistic = statistic, None
+        self.history.append(state, statistic)
+
+    @property
+    def epochs(self) -> int:
+        """Passes over `loader` in the plan."""
+        return self.plan.steps // self.plan.steps_per_pass
 
     @property
     def ledger_file(self) -> dict[str, Any] | None:
@@ -144,6 +168,7 @@ class SavedRun(refusals.Whole):
         events = ranks.shared((found.ledger() if reseed else found.recorded()).to_dict() if found else {})
         self.ledger = Ledger.from_dict(events)
         self._journal = journal or FollowedJournal(where, pending)
+        self._go_on(self.ledger.steps - self._journal.pending, self._policy_state)
         if reseed:
             self._source.renew(self.ledger.steps - self._journal.pending, self.loader.draws)
             self._source.load_state_dict(ranks.shared(self._source.state_dict()))
@@ -156,6 +181,7 @@ class SavedRun(refusals.Whole):
         return {
             "plan": self.plan.to_dict(),
             "ledger": self.ledger.to_dict(),
+            "phase": self._phase.number,
             "policy": {name: value.clone() for name, value in self._policy_state.items()},
             "history": self.history.state_dict(),
             "draws": self.loader.draws,
@@ -172,6 +198,7 @@ class SavedRun(refusals.Whole):
         refusals.refuse_other_plan(state, self.plan.to_dict())
         self._source.load_state_dict(state["noise"])
         self.ledger = Ledger.from_dict(state["ledger"])
+        self._phase = self.plan.phases[state.get("phase", 0)]
         self._set_policy({name: value.clone() for name, value in state["policy"].items()})
         self.history = History.from_state_dict(state["history"])
         self.loader.draws = state["draws"]

@@ -80,7 +80,8 @@ def planned(accountant: str, every: int) -> list[tuple[float, str, object]]:
     """The same for plans of every clipping policy, recomputed from the events that the steps would write down."""
     from clipless.accounting.calibrate import LEAST_MULTIPLIER
     from clipless.partition import partition
-    from clipless.plan import make_plan
+    from clipless.phases import as_schedule
+    from clipless.planning import make_plan
 
     names = ["body.weight", "body.bias", "head.weight", "head.bias"]
     rows = []
@@ -100,7 +101,7 @@ def planned(accountant: str, every: int) -> list[tuple[float, str, object]]:
                     noise_multiplier=None,
                     delta=delta,
                     accountant=accountant,
-                    clipping=clipping,
+                    schedule=as_schedule(clipping),
                     groups=groups,
                     dimensions=(1000,) * len(groups),
                     loss_reduction="mean",
@@ -119,7 +120,7 @@ def recomputed(plan: Any) -> float:
     from clipless.accounting import ACCOUNTANTS
 
     first, events = 0, []
-    for _, count in plan.clipping.policy.noise_schedule(plan.steps):
+    for _, count in plan.schedule.noise_schedule(plan.steps):
         events.append((plan.event(first), count))
         first += count
     return ACCOUNTANTS[plan.accountant].epsilon(events, plan.delta)

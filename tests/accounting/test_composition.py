@@ -47,7 +47,8 @@ def test_divergences_are_those_of_dp_accounting(rate, noise, order, caplog):
 def parts(releases, delta, removing):
     ranges = [pld._loss_range(release, delta, removing) for release in releases]
     interval, _ = pld._interval(releases, ranges, 20_000)
-    return [pld._part(r, low, high, interval, removing) for r, (low, high) in zip(releases, ranges, strict=True)]
+    pairs = zip(releases, ranges, strict=True)
+    return [pld._part(r, low, high, interval, removing, delta) for r, (low, high) in pairs]
 
 
 def in_extended_precision(some, total):
@@ -104,7 +105,7 @@ def test_a_window_loses_no_more_than_the_tail():
 @pytest.mark.parametrize("removing", [True, False])
 def test_full_batches_of_different_noise_have_a_closed_form(removing):
     releases = tuple(Release(1.0, 20.0 * 1.1**k, 50 + k) for k in range(12))
-    mu = math.sqrt(sum(n / z**2 for _, z, n in releases))
+    mu = math.sqrt(sum(n / z**2 for _, z, n, *_ in releases))
     exact = dp_accounting.get_epsilon_gaussian(1 / mu, 1e-7)
     bound, _ = pld._direction(releases, 1e-7, removing=removing, points=pld.MAX_POINTS)
     assert exact <= bound <= 1.005 * exact

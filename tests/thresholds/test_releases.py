@@ -87,6 +87,9 @@ class ByHand:
     def update(self, noised: list[list[float]]) -> None:
         self.step += 1
 
+    def statistic_name(self) -> str:
+        return "statistic"
+
 
 @dataclass
 class Decay(ByHand):
@@ -180,6 +183,55 @@ class DCE(Binned):
         return dc_e_step(threshold, width, counts, self.gradient_multiplier(), dimension, BATCH)
 
 
+@dataclass
+class ByGroup(ByHand):
+    """Keep or drop, with a ratio of cutoff to threshold for each group."""
+
+    ratios: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Phases(ByHand):
+    """One policy after the other, each with a rule and a number of steps. A policy of None goes on with the one before."""
+
+    parts: list[tuple[int, Rule, ByHand | None]] = field(default_factory=list)
+
+    def begin(self, groups: int, dimensions: list[int]) -> None:
+        self.groups, self.dimensions = groups, dimensions
+        self.ends = [sum(count for count, _, _ in self.parts[: k + 1]) for k in range(len(self.parts))]
+        self.phase, self.current = 0, self._policy(0)
+        self.current.begin(groups, dimensions)
+        self.thresholds = self.current.thresholds
+
+    def _policy(self, phase: int) -> ByHand:
+        return next(policy for _, _, policy in reversed(self.parts[: phase + 1]) if policy is not None)
+
+    def rule(self, norm: float, bound: float) -> float:
+        return self.parts[self.phase][1](norm, bound)
+
+    def statistic_multiplier(self) -> float | None:
+        return self.current.statistic_multiplier()
+
+    def step_multiplier(self) -> float:
+        return self.current.step_multiplier()
+
+    def truth(self, norms: list[list[float]]) -> list[list[float]]:
+        return self.current.truth(norms)
+
+    def update(self, noised: list[list[float]]) -> None:
+        super().update(noised)
+        self.current.update(noised)
+        if self.step in self.ends[:-1]:
+            self.phase += 1
+            if self.parts[self.phase][2] is not None:
+                self.current = self._policy(self.phase)
+                self.current.begin(self.groups, self.dimensions)
+        self.thresholds = self.current.thresholds
+
+    def statistic_name(self) -> str:
+        return f"statistic (phase {self.phase + 1})"
+
+
 @dataclass(frozen=True)
 class Case:
     """A clipping for given groups and allocation, and the same by hand."""
@@ -230,7 +282,43 @@ CASES = {
         lambda: Quantile(3.0, percentile=0.7, rate=0.5, count_stddev=4.0),
     ),
 }
+CASES |= {
+    "schedule": Case(
+        lambda **how: clipless.schedule(
+            [(0.625, clipless.abadi(**how)), (0.375, clipless.global_(cutoff=6.0, threshold=1.5, **how))]
+        ),
+        abadi,
+        lambda: Phases(parts=[(5, abadi, ByHand()), (3, global_(4.0), ByHand(1.5))]),
+    ),
+    "schedule-of-policies": Case(
+        lambda **how: clipless.schedule(
+            [
+                (0.25, clipless.dc_e(12, 0.5, 2.5, **how)),
+                (0.25, clipless.dc_e(12, 0.5, 2.5, rule="auto-v", **how)),
+                (0.25, clipless.decay(2.0, 0.3, 0.25, **how)),
+                (0.25, clipless.dc_p(0.3, 7, 2.0, 3.0, rule="auto-s", **how)),
+            ]
+        ),
+        abadi,
+        lambda: Phases(
+            parts=[
+                (2, abadi, DCE(0.5, bins=12, histogram_multiplier=2.5, first_range=12.0)),
+                (2, auto_v, None),
+                (2, abadi, Decay(2.0, rho=0.3, noise_rho=0.25, steps=2)),
+                (2, auto_s(), DCP(2.0, bins=7, histogram_multiplier=3.0, percentile=0.3)),
+            ]
+        ),
+    ),
+}
 DIVIDED = {
+    "global-cutoffs": Case(
+        lambda **how: clipless.global_(cutoff=[6.0, 1.0], threshold=[1.5, 2.0], **how),
+        abadi,
+        lambda: ByGroup([1.5, 2.0], ratios=[4.0, 0.5]),
+    ),
+    "global-cutoffs-alone": Case(
+        lambda **how: clipless.global_(cutoff=[6.0, 1.0], **how), abadi, lambda: ByGroup([6.0, 1.0], ratios=[1.0, 1.0])
+    ),
     "abadi-unequal": Case(lambda **how: clipless.abadi(threshold=[0.5, 2.0], **how), abadi, lambda: ByHand([0.5, 2.0])),
     "auto-s-unequal": Case(
         lambda **how: clipless.auto_s(threshold=[3.0, 0.2], **how), auto_s(), lambda: ByHand([3.0, 0.2])
@@ -277,7 +365,9 @@ def compare(case: Case, groups: str, allocation: str, part: int | None) -> None:
             F.cross_entropy(model(x), y).backward()
         optimizer.step()
         x, y = (torch.cat(column) for column in zip(*records, strict=True))
-        norms, sums = clipped(weights, x, y, members, case.rule, hand.thresholds)
+        rule = hand.rule if isinstance(hand, Phases) else case.rule
+        rules = [global_(ratio) for ratio in hand.ratios] if isinstance(hand, ByGroup) else [rule] * len(members)
+        norms, sums = clipped(weights, x, y, members, rules, hand.thresholds)
         stddevs = by_hand(hand.gradient_multiplier(), hand.thresholds, uniform)
         normals = dict(zip(weights, seeded_normals(SEED, "gradient", step, weights.values()), strict=True))
         for names, stddev in zip(members, stddevs, strict=True):
@@ -291,7 +381,7 @@ def compare(case: Case, groups: str, allocation: str, part: int | None) -> None:
         if multiplier is not None:
             truth = torch.tensor(hand.truth(norms), dtype=torch.float64)
             (noise,) = seeded_normals(SEED, "statistic", step, [truth])
-            released = private.history["statistic"][step]
+            released = private.history[hand.statistic_name()][step]
             assert_on_grid(released, truth + multiplier * noise, multiplier, 1e-5 + 1e-5 * float(truth.abs().max()))
             noised = released.tolist()
         hand.update(noised)
@@ -328,7 +418,12 @@ def by_hand(multiplier: float, thresholds: Sequence[float], uniform: bool) -> li
 
 
 def clipped(
-    weights: dict[str, Tensor], x: Tensor, y: Tensor, members: list[list[str]], rule: Rule, thresholds: list[float]
+    weights: dict[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    members: list[list[str]],
+    rules: list[Rule],
+    thresholds: list[float],
 ) -> tuple[list[list[float]], dict[str, Tensor]]:
     """Each group's norms, and the sum of the clipped gradients, from per-record gradients in float64."""
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
@@ -342,6 +437,6 @@ def clipped(
     norms: list[list[float]] = [[] for _ in members]
     for g, names in enumerate(members if grads else []):
         norms[g] = torch.stack([grads[name].flatten(1).square().sum(1) for name in names]).sum(0).sqrt().tolist()
-        factors = torch.tensor([rule(norm, thresholds[g]) for norm in norms[g]], dtype=torch.float64)
+        factors = torch.tensor([rules[g](norm, thresholds[g]) for norm in norms[g]], dtype=torch.float64)
         sums |= {name: torch.tensordot(factors, grads[name], 1) for name in names}
     return norms, sums

@@ -13,6 +13,7 @@ from clipless.accounting.pld import pld_epsilon
 from clipless.accounting.rdp import rdp_epsilon
 from clipless.accounting.release import Release, coarser, releases
 from clipless.arguments import named
+from clipless.errors import InvalidArgument
 
 NO_NOISE, MOST_NOISE = arguments.SMALLEST, arguments.LARGEST
 MAX_RELEASES = 64
@@ -26,6 +27,7 @@ class Accountant:
     name: str
     approximation: bool
     bound: Callable[[tuple[Release, ...], float], float]
+    takes_projections: bool = False
 
     def epsilon(self, events: Sequence[tuple[StepEvent, int]], delta: float) -> float:
         """Epsilon at delta after each event happened `count` times; 0 for no events, infinite if one had no noise.
@@ -39,6 +41,11 @@ class Accountant:
         )
         if not spent:
             return 0.0
+        if not self.takes_projections and any(release.projections for release in spent):
+            raise InvalidArgument(
+                f"{self.name} cannot account for norms that are estimated by random projections: the sensitivity of such a "
+                "step has no bound, so its Rényi divergences and the moments of its loss are infinite. Use accountant='pld'."
+            )
         if delta < arguments.LEAST_DELTA or any(release.noise_multiplier < NO_NOISE for release in spent):
             return math.inf
         return _epsilon(self, spent, delta)
@@ -52,7 +59,7 @@ def _epsilon(accountant: Accountant, spent: tuple[Release, ...], delta: float) -
 
 ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType(
     {
-        "pld": Accountant("pld", approximation=False, bound=pld_epsilon),
+        "pld": Accountant("pld", approximation=False, bound=pld_epsilon, takes_projections=True),
         "rdp": Accountant("rdp", approximation=False, bound=rdp_epsilon),
         "gdp": Accountant("gdp", approximation=True, bound=gdp_epsilon),
     }

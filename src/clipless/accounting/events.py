@@ -102,7 +102,9 @@ def gradient_multiplier(total: float, statistic: float) -> float:
 class StepEvent:
     """One step: a Poisson batch, its noised gradient sum, and the noised statistics of the same batch.
 
-    Multipliers are ratios (standard deviation / L2 sensitivity). 0 means released in clear, infinity not released.
+    Multipliers are ratios (standard deviation / L2 sensitivity). 0 means released in clear, infinity not released. With
+    `projections` the gradient was clipped by norms that so many random projections estimate: its sensitivity is random
+    then, and its multiplier is that at an estimate without error.
 
     >>> StepEvent(sample_rate=0.01, gradient_multiplier=3.0, statistic_multipliers=(4.0,)).noise_multiplier
     2.4
@@ -113,6 +115,7 @@ class StepEvent:
     sample_rate: float
     gradient_multiplier: float
     statistic_multipliers: tuple[float, ...] = ()
+    projections: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.statistic_multipliers, tuple):
@@ -125,6 +128,8 @@ class StepEvent:
             self, "gradient_multiplier", arguments.multiplier("noise_multiplier", self.gradient_multiplier)
         )
         object.__setattr__(self, "statistic_multipliers", statistics)
+        if self.projections is not None:
+            object.__setattr__(self, "projections", arguments.whole("projections", self.projections))
 
     @property
     def noise_multiplier(self) -> float:
@@ -132,18 +137,18 @@ class StepEvent:
         return joint_multiplier(self.gradient_multiplier, *self.statistic_multipliers)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, from which `from_dict` makes an equal event."""
+        """Plain values, from which `from_dict` makes an equal event. Projections are left out where there are none."""
         return {
             "sample_rate": self.sample_rate,
             "gradient_multiplier": self.gradient_multiplier,
             "statistic_multipliers": list(self.statistic_multipliers),
-        }
+        } | ({} if self.projections is None else {"projections": self.projections})
 
     @classmethod
     def from_dict(cls, record: Mapping[str, object]) -> "StepEvent":
-        """The event that `to_dict` wrote; every field is required and checked."""
+        """The event that `to_dict` wrote; every field but projections is required, and all are checked."""
         fields = {"sample_rate", "gradient_multiplier", "statistic_multipliers"}
-        if set(record) != fields:
+        if set(record) - {"projections"} != fields:
             raise InvalidArgument(f"a step event has the fields {sorted(fields)}, got {sorted(record)}.")
         statistics = record["statistic_multipliers"]
         if not isinstance(statistics, (list, tuple)):
@@ -152,4 +157,5 @@ class StepEvent:
             arguments.real("sample_rate", record["sample_rate"]),
             arguments.real("gradient_multiplier", record["gradient_multiplier"]),
             tuple(statistics),
+            arguments.whole("projections", record["projections"]) if "projections" in record else None,
         )

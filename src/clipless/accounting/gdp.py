@@ -9,12 +9,14 @@ from clipless.accounting.release import Release
 def gdp_epsilon(releases: tuple[Release, ...], delta: float) -> float:
     """Epsilon by μ = q·√(T·(e^{1/σ²} − 1)), in quadrature over different releases; at q = 1 the exact μ = √T/σ.
 
-    Infinite where μ² leaves the range of floats.
+    Infinite where μ² leaves the range of floats, and where norms are estimated by projections.
     """
     return gaussian_epsilon(math.hypot(*(_mu(release) for release in releases)), delta)
 
 
 def _mu(release: Release) -> float:
+    if release.projections:
+        return math.inf
     if release.sample_rate == 1:
         return math.sqrt(release.steps) / release.noise_multiplier
     variance = 1 / release.noise_multiplier**2

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from dp_accounting.pld import pld_pmf
 
-from clipless.accounting import losses
+from clipless.accounting import losses, projections
 from clipless.accounting.composition import RepeatedLoss, composed, epsilon_at, misplaced
 from clipless.accounting.gaussian import gaussian_epsilon
 from clipless.accounting.rdp import rdp_epsilon
@@ -20,6 +20,8 @@ POINTS_PER_STDDEV = 16
 MAX_POINTS_COMPOSED = 100_000  # per standard deviation
 # The fraction of delta given up to tails that are cut, for a short grid.
 TAIL_SHARE = 1e-3
+# The fraction of delta given up to random sensitivities beyond a grid of them: its reach shrinks as this grows.
+PROJECTION_SHARE = 0.05
 # Up to this many different releases get all points, and are composed in numpy's longest floats where that helps.
 FEW = 4
 # Second differences of rounded deltas leave about 0.35 * 2**-53 / interval too much mass on each point.
@@ -39,6 +41,8 @@ def pld_epsilon(releases: tuple[Release, ...], delta: float) -> float:
     1e-15 * sample_rate * steps approaches delta, and when a step's loss is spread over more scales than `MAX_POINTS`
     resolve.
     """
+    if any(release.projections for release in releases):
+        return _projected_epsilon(releases, delta)
     full = gaussian_epsilon(math.hypot(*(math.sqrt(r.steps) / r.noise_multiplier for r in releases)), delta)
     if all(release.sample_rate == 1 for release in releases):
         return full
@@ -51,6 +55,24 @@ def pld_epsilon(releases: tuple[Release, ...], delta: float) -> float:
     return bound if tight and (also_tight or added <= removed) else min(bound, rdp_epsilon(releases, delta))
 
 
+def _projected_epsilon(releases: tuple[Release, ...], delta: float) -> float:
+    """The same where the norms of some steps are estimated: a Rényi bound does not exist, and a bound by full batches only
+    if the sensitivities that are hardly ever met are counted as released in clear."""
+    every = sum(release.steps for release in releases)
+    beyond = PROJECTION_SHARE * delta / every
+    full = math.hypot(*(math.sqrt(r.steps) / _least_multiplier(r, beyond) for r in releases))
+    bounds = [_direction(releases, delta, removing=removing, points=MAX_POINTS // 4)[0] for removing in (True, False)]
+    return min(gaussian_epsilon(full, (1 - PROJECTION_SHARE) * delta), max(bounds))
+
+
+def _least_multiplier(release: Release, beyond: float) -> float:
+    """The multiplier that a step falls below with this probability."""
+    if not release.projections:
+        return release.noise_multiplier
+    largest = np.array([projections.quantile(release.projections, beyond)])
+    return float(projections.multipliers(largest, release.noise_multiplier, release.statistic)[0])
+
+
 def _direction(releases: tuple[Release, ...], delta: float, *, removing: bool, points: int) -> tuple[float, bool]:
     """Epsilon in one direction, and whether its grid was as fine as wanted."""
     ranges = [_loss_range(release, delta, removing) for release in releases]
@@ -59,7 +81,8 @@ def _direction(releases: tuple[Release, ...], delta: float, *, removing: bool, p
         return math.inf, False
     try:
         with np.errstate(all="ignore"):
-            parts = [_part(r, low, high, interval, removing) for r, (low, high) in zip(releases, ranges, strict=True)]
+            pairs = zip(releases, ranges, strict=True)
+            parts = [_part(r, low, high, interval, removing, delta) for r, (low, high) in pairs]
             extended = len(parts) <= FEW and misplaced(parts, extended=False) > delta / 20
             noise = misplaced(parts, extended=extended)
             if noise > delta / 2:
@@ -75,10 +98,15 @@ def _direction(releases: tuple[Release, ...], delta: float, *, removing: bool, p
         return math.inf, False
 
 
-def _part(release: Release, low: float, high: float, interval: float, removing: bool) -> RepeatedLoss:
+def _part(release: Release, low: float, high: float, interval: float, removing: bool, delta: float) -> RepeatedLoss:
     first, last = math.floor(low / interval), math.ceil(high / interval)
-    q, z, count = release
-    deltas = losses.deltas(q, z, removing, np.arange(first, last + 1, dtype=np.float64) * interval)
+    q, z, count, *_ = release
+    epsilons = np.arange(first, last + 1, dtype=np.float64) * interval
+    if release.projections:
+        found, noise, above = _shares(release, delta)
+        deltas = projections.deltas(q, found, noise, removing, above, epsilons)
+    else:
+        deltas = losses.deltas(q, z, removing, epsilons)
     one = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas).to_dense_pmf()
     return RepeatedLoss(one._lower_loss, one._probs, one._infinity_mass, count)
 
@@ -89,9 +117,28 @@ def _loss_range(release: Release, delta: float, removing: bool) -> tuple[float, 
     All steps together exceed the largest with probability `TAIL_SHARE * delta`. Losses below the least are rounded up
     to it, which adds almost nothing to the sum.
     """
-    q, z, count = release
-    steps = _rounded_up(count)
-    return losses.loss_range(q, z, removing, 1e-4 / math.sqrt(steps), min(TAIL_SHARE * delta / (q * steps), 1e-5))
+    q, z, count, *_ = release
+    below = 1e-4 / math.sqrt(_rounded_up(count))
+    if release.projections:
+        found, noise, above = _shares(release, delta)
+        return projections.loss_range(q, found, noise, removing, below, above)
+    return losses.loss_range(q, z, removing, below, _above(release, delta))
+
+
+def _above(release: Release, delta: float) -> float:
+    """The probability with which a step may exceed the largest loss on the grid."""
+    return min(TAIL_SHARE * delta / (release.sample_rate * _rounded_up(release.steps)), 1e-5)
+
+
+def _shares(release: Release, delta: float) -> tuple[projections.Shares, projections.Array, float]:
+    """The random sensitivities of a step with projections, the multiplier at each, and `_above`."""
+    beyond = min(PROJECTION_SHARE * delta / (release.sample_rate * _rounded_up(release.steps)), 1e-5)
+    found = projections.shares(release.projections, beyond)
+    return (
+        found,
+        projections.multipliers(found.values, release.noise_multiplier, release.statistic),
+        _above(release, delta),
+    )
 
 
 def _interval(releases: tuple[Release, ...], ranges: list[tuple[float, float]], points: int) -> tuple[float, bool]:

@@ -38,8 +38,11 @@ def rdp_epsilon(releases: tuple[Release, ...], delta: float) -> float:
 
 
 def _divergence(releases: tuple[Release, ...], order: float) -> float:
-    """The divergence of all steps together. No step is charged more than one on a full batch, whose divergence is known."""
-    total = sum(steps * _charged(divergence(q, z, order) + ROUNDING, order / (2 * z**2)) for q, z, steps in releases)
+    """The divergence of all steps together. No step is charged more than one on a full batch, whose divergence is known.
+    It is infinite where norms are estimated by projections."""
+    if any(release.projections for release in releases):
+        return math.inf
+    total = sum(n * _charged(divergence(q, z, order) + ROUNDING, order / (2 * z**2)) for q, z, n, *_ in releases)
     return math.inf if math.isnan(total) else total
 
 

@@ -7,30 +7,42 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clipless.accounting.events import StepEvent
+from clipless.accounting.events import StepEvent, joint_multiplier
 
 SMALLEST_ROOT = 2.0**-12
 
 
 class Release(NamedTuple):
-    """`steps` Gaussian releases on Poisson batches, with 0 < noise_multiplier < infinity."""
+    """`steps` Gaussian releases on Poisson batches, with 0 < noise_multiplier < infinity.
+
+    With `projections` norms are estimated, which makes the gradient's sensitivity random: then `noise_multiplier` is the
+    gradient's alone, and `statistic` that of all statistics. Otherwise it is that of everything together.
+    """
 
     sample_rate: float
     noise_multiplier: float
     steps: int
+    projections: int = 0
+    statistic: float = math.inf
 
 
 def releases(events: Sequence[tuple[StepEvent, int]]) -> tuple[Release, ...]:
     """Equal releases added up, in a canonical order, without those that cost nothing.
 
-    >>> releases([(StepEvent(0.5, 1.0), 2), (StepEvent(0.1, 1.0), 1), (StepEvent(0.5, 1.0), 3)])
-    (Release(sample_rate=0.1, noise_multiplier=1.0, steps=1), Release(sample_rate=0.5, noise_multiplier=1.0, steps=5))
+    >>> found = releases([(StepEvent(0.5, 1.0), 2), (StepEvent(0.1, 1.0), 1), (StepEvent(0.5, 1.0), 3)])
+    >>> [(release.sample_rate, release.noise_multiplier, release.steps) for release in found]
+    [(0.1, 1.0, 1), (0.5, 1.0, 5)]
     """
-    counts: Counter[tuple[float, float]] = Counter()
+    counts: Counter[tuple[float, float, int, float]] = Counter()
     for event, count in events:
+        if event.projections is not None and event.gradient_multiplier != math.inf:
+            statistic = joint_multiplier(math.inf, *event.statistic_multipliers)
+            counts[event.sample_rate, event.gradient_multiplier, event.projections, statistic] += count
+            continue
         z = event.noise_multiplier if event.statistic_multipliers else event.gradient_multiplier
-        counts[event.sample_rate, z] += count
-    return tuple(Release(q, z, n) for (q, z), n in sorted(counts.items()) if z != math.inf and n > 0)
+        counts[event.sample_rate, z, 0, math.inf] += count
+    found = ((key, n) for key, n in sorted(counts.items()) if key[1] != math.inf and n > 0)
+    return tuple(Release(q, z, n, r, statistic) for (q, z, r, statistic), n in found)
 
 
 def coarser(releases: tuple[Release, ...], limit: int) -> tuple[Release, ...]:
@@ -38,11 +50,17 @@ def coarser(releases: tuple[Release, ...], limit: int) -> tuple[Release, ...]:
 
     Noise multipliers between the same two powers of some root of 2 are merged, and rates likewise if there are many. The
     grid is coarsened until few enough are left; each grid is part of the one before, so a longer history is never merged
-    into a cheaper one.
+    into a cheaper one. Releases that differ in projections or statistic are merged apart, each kind to its part of `limit`.
     """
     if len(releases) <= limit:
         return releases
-    rates, multipliers, steps = (np.array(column) for column in zip(*releases, strict=True))
+    kinds = sorted({release[3:] for release in releases})
+    merged = (_merged([r for r in releases if r[3:] == kind], max(1, limit // len(kinds))) for kind in kinds)
+    return tuple(release for one in merged for release in one)
+
+
+def _merged(releases: list[Release], limit: int) -> tuple[Release, ...]:
+    rates, multipliers, steps, *_ = (np.array(column) for column in zip(*releases, strict=True))
     distinct_rates, which_rate = np.unique(rates, return_inverse=True)
     many_rates = len(distinct_rates) > limit // 4
     root = 1024.0
@@ -57,4 +75,5 @@ def coarser(releases: tuple[Release, ...], limit: int) -> tuple[Release, ...]:
     np.add.at(counts, where, steps)
     np.maximum.at(highest, where, rates)
     np.minimum.at(least, where, multipliers)
-    return tuple(sorted(map(Release, highest.tolist(), least.tolist(), counts.tolist())))
+    kind, rows = releases[0][3:], zip(highest.tolist(), least.tolist(), counts.tolist(), strict=True)
+    return tuple(sorted(Release(*row, *kind) for row in rows))

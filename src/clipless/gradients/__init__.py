@@ -4,5 +4,6 @@ from clipless.gradients import recurrent
 from clipless.gradients.clipped_sum import clipped_sum
 from clipless.gradients.engine import Engine
 from clipless.gradients.kernels import Kernels
+from clipless.gradients.projections import ProjectionEngine
 
-__all__ = ["Engine", "Kernels", "clipped_sum", "recurrent"]
+__all__ = ["Engine", "Kernels", "ProjectionEngine", "clipped_sum", "recurrent"]

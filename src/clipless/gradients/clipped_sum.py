@@ -34,7 +34,7 @@ def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: s
     kept_norms: list[Tensor] = []
 
     def factors(norms: Tensor, groups: Sequence[int]) -> Tensor:
-        return how.rule(norms, thresholds[groups].to(norms))
+        return how.factors(norms, thresholds[groups].to(norms), groups)
 
     engine = Engine(model, groups, factors, kept_norms.append, Kernels())
     try:

@@ -96,7 +96,7 @@ class Engine:
             or losses.shape != (micro.records,)
             or not losses.requires_grad
         ):
-            _refuse_losses(losses, micro)
+            refuse_losses(losses, micro)
         if micro is not None and micro.records and losses.requires_grad:
             micro.averaged, micro.scale = False, 1.0
             if micro.check is not None:
@@ -114,7 +114,7 @@ class Engine:
         return self._sums.complete()
 
 
-def _refuse_losses(losses: object, micro: MicroBatch | None) -> None:
+def refuse_losses(losses: object, micro: MicroBatch | None) -> None:
     """Refuse anything but one loss for each record of the open micro-batch."""
     if micro is None:
         raise Misuse("backward() without a batch: take one from private.loader, run the model on it, then backward().")

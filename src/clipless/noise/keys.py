@@ -1,7 +1,8 @@
 """The keys of a run's noise and of its batches, from a seed or from the operating system, and the random bits under a key.
 
-Noise is drawn for numbered steps, in a stream for the gradient and one for the threshold policy's statistic; batches for
-numbered draws. Every use has a key of 256 bits of its own; the bits are those of AES-256 in counter mode.
+Noise is drawn for numbered steps, in a stream for the gradient and one for the threshold policy's statistic; so are the
+vectors of random projections; batches for numbered draws. Every use has a key of 256 bits of its own; the bits are those of
+AES-256 in counter mode.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ try:
 except ImportError:
     MISSING = True
 
-STREAMS = {"gradient": 1, "statistic": 2, "sample": 3}
+STREAMS = {"gradient": 1, "statistic": 2, "sample": 3, "projection": 4}
 KEY = 32
 # What the cipher is given to encrypt, as much as can be asked for at a time, and the room that it wants beyond the end.
 _ZEROS = memoryview(bytes(2**20))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from clipless.errors import InvalidArgument
 from clipless.noise.adding import by_numpy, compiled
-from clipless.noise.keys import Keys, erase, keys_of, require_cipher, words
+from clipless.noise.keys import KEY, Keys, erase, keys_of, keystream, require_cipher, words
+from clipless.noise.normals import CHUNK, standard_normals
 
 # Below this float32 has too few digits left for the product of a normal number, and soon none: nothing would be hidden.
 LEAST_STDDEV = 1e-30
@@ -74,6 +75,17 @@ class NoiseSource:
         noise.normal_(generator=torch.Generator(value.device).manual_seed(seed))
         return value.to(made.dtype).add(noise, alpha=stddev).div_(divisor)
 
+    def vector(self, step: int, number: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Standard normal numbers shaped like these tensors, on their devices: vector `number` of a step's projections. The
+        privacy analysis takes them as known to everybody."""
+        key = self._keys.key("projection", step)
+        own = keystream(key, number * KEY // 16, KEY)
+        numbers = _normals(own, sum(map(Tensor.numel, like)))
+        erase(key)
+        erase(own)
+        parts = numbers.split([one.numel() for one in like])
+        return [part.view(one.shape).to(one.device, one.dtype) for part, one in zip(parts, like, strict=True)]
+
     def sample_key(self, draw: int) -> bytearray:
         """The key of a batch."""
         return self._keys.key("sample", draw)
@@ -104,6 +116,15 @@ class NoiseSource:
     def _take(self, keys: Keys) -> None:
         self._keys.erase()
         self._keys = keys
+
+
+def _normals(key: bytearray, count: int) -> Tensor:
+    fast = compiled()
+    if fast is None:
+        return torch.from_numpy(standard_normals(key, count))
+    numbers = torch.empty(-(-count // CHUNK) * CHUNK, dtype=torch.float64)
+    fast.normals(key, numbers)
+    return numbers[:count]
 
 
 def _too_little(stddev: float) -> InvalidArgument:

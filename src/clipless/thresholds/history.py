@@ -1,6 +1,6 @@
 """What a policy has released, step by step: safe to show, store and plot."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ LENGTH = 4096
 
 class History:
     """The policy's state and the noised statistic after each step: after every step of a run of at most LENGTH, else after
-    steps that are evenly spaced."""
+    steps that are evenly spaced. What a step does not have, because its policy is another, is NaN."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Tensor] = {}
@@ -39,7 +39,8 @@ class History:
 
     def __getitem__(self, name: str) -> Tensor:
         """All kept values of one name, [len(self), ...]: "thresholds", "range", "statistic"."""
-        return self._rows[name][: self._kept].clone()
+        rows = self._rows[name][: self._kept]
+        return torch.cat([rows, _unwritten((self._kept - len(rows), *rows.shape[1:]), rows)])
 
     @property
     def steps(self) -> Tensor:
@@ -68,12 +69,15 @@ class History:
         """As the next row; the room for rows doubles when it is full."""
         rows = self._rows.get(name)
         if rows is None:
-            rows = self._rows[name] = torch.empty((16, *value.shape), dtype=value.dtype)
-        if len(rows) <= self._kept:
-            rows = self._rows[name] = torch.cat([rows, torch.empty_like(rows)])
+            rows = self._rows[name] = _unwritten((16, *value.shape), value)
+        while len(rows) <= self._kept:
+            rows = self._rows[name] = torch.cat([rows, _unwritten(rows.shape, rows)])
         rows[self._kept] = value
 
     def _thin(self) -> None:
-        for rows in self._rows.values():
-            rows[: LENGTH // 2] = rows[:LENGTH:2].clone()
+        self._rows = {name: self[name][::2].clone() for name in self._rows}
         self._kept, self._stride = LENGTH // 2, 2 * self._stride
+
+
+def _unwritten(shape: Sequence[int], like: Tensor) -> Tensor:
+    return torch.full(tuple(shape), torch.nan, dtype=like.dtype)

@@ -147,12 +147,16 @@ def _near(order: float, ratio: float = 1.0) -> list[float]:
 
 def divergences(kind: tuple[Release, ...], orders: Sequence[float]) -> NDArray[np.float64]:
     """The Rényi divergence of one run at each order; infinite where its series does not converge."""
-    totals = [sum(n * (divergence(q, z, order) + ROUNDING) for q, z, n in kind) for order in orders]
+    if any(release.projections for release in kind):  # the sensitivity has no bound
+        return np.full(len(orders), math.inf)
+    totals = [sum(n * (divergence(q, z, order) + ROUNDING) for q, z, n, *_ in kind) for order in orders]
     return np.nan_to_num(np.array(totals, dtype=np.float64), nan=math.inf)
 
 
 def _event(kind: tuple[Release, ...], surcharge: float) -> dp_accounting.DpEvent:
     steps = sum(release.steps for release in kind)
+    if any(release.projections for release in kind):
+        return dp_accounting.NonPrivateDpEvent()
     return dp_accounting.ComposedDpEvent(
         [dp_accounting.SelfComposedDpEvent(sampled_gaussian(r.sample_rate, r.noise_multiplier), r.steps) for r in kind]
         + [dp_accounting.ZCDpEvent(rho=0.0, xi=ROUNDING * steps + surcharge)]

@@ -31,7 +31,7 @@ class RunShape:
     """A run without its noise multiplier: `schedule` has (relative noise multiplier, steps), in order.
 
     >>> RunShape.of(sample_rate=0.1, steps=20).run(2.0)
-    ((StepEvent(sample_rate=0.1, gradient_multiplier=2.0, statistic_multipliers=()), 20),)
+    ((StepEvent(sample_rate=0.1, gradient_multiplier=2.0, statistic_multipliers=(), projections=None), 20),)
     """
 
     sample_rate: float

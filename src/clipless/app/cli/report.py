@@ -100,9 +100,14 @@ def _run_rows(plan: dict[str, Any], spent: Spent) -> dict[str, str]:
     return {
         "steps": f"{spent.steps} of {plan['steps']}",
         "batches": f"{plan['sampling']}, {plan['expected_batch']} expected of {plan['dataset_size']}",
-        "clipping": f"{plan['clipping']['name']}, {plan['clipping']['policy']}",
+        "clipping": "; ".join(_clipping_row(phase) for phase in plan["clipping"].get("phases", [plan["clipping"]])),
         "noise": f"multiplier {plan['noise_multiplier']:.4g}, source {plan['noise']}",
     }
+
+
+def _clipping_row(clipping: dict[str, Any]) -> str:
+    steps = f" for {clipping['steps']} steps" if "steps" in clipping else ""
+    return f"{clipping['name']}, {clipping['policy']}{steps}"
 
 
 def _search_rows(search: dict[str, Any]) -> dict[str, str]:

@@ -31,14 +31,14 @@ class Listener(Protocol):
 class Hooks:
     """Forward hooks on the modules of a model, and hooks on its parameters that refuse gradients which bypass the taps.
 
-    Without a `listener` modules run as if there were no hooks. In a pass on an `empty` batch, gradients of zero may
-    bypass the taps.
+    `stray(name)` is what to raise for such a gradient. Without a `listener` modules run as if there were no hooks. In a pass
+    on an `empty` batch, gradients of zero may bypass the taps.
     """
 
-    def __init__(self, model: ModelMap) -> None:
+    def __init__(self, model: ModelMap, stray: Callable[[str], Exception] = stray_parameter) -> None:
         self.listener: Listener | None = None
         self.empty = False
-        self._model = model
+        self._model, self._stray = model, stray
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -54,7 +54,7 @@ class Hooks:
                 module.register_forward_hook(LeaveHook(self, layer), prepend=True, with_kwargs=True, always_call=True),
             ]
         for name, parameter in self._model.parameters.items():
-            self._handles.append(parameter.register_hook(_refuse_stray(weakref.ref(self), name)))
+            self._handles.append(parameter.register_hook(_refuse_stray(weakref.ref(self), name, self._stray)))
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -122,14 +122,16 @@ class LeaveHook(Hook):
         return None if listener is None else listener.leave(self._layer, args, kwargs, output)
 
 
-def _refuse_stray(hooks: "weakref.ref[Hooks]", name: str) -> Callable[[Tensor], None]:
+def _refuse_stray(
+    hooks: "weakref.ref[Hooks]", name: str, stray: Callable[[str], Exception]
+) -> Callable[[Tensor], None]:
     """A hook that raises if the parameter's gradient bypasses the taps. The reference is weak because the garbage collector
     does not see hooks that autograd holds: a strong one would never be freed."""
 
     def refuse(grad: Tensor) -> None:
         found = hooks()
         if found is not None and found.listener is not None and not (found.empty and not bool(grad.any())):
-            raise stray_parameter(name)
+            raise stray(name)
 
     return refuse
 

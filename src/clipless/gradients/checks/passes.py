@@ -1,7 +1,7 @@
 """A forward pass through the model, and how it is run again under the same circumstances."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,9 +46,14 @@ class Rerun:
             [(buffer, buffer.clone()) for buffer in spectral_buffers(module)],
         )
 
-    def __call__(self, inputs: tuple[Any, Any] | None = None, evaluate: bool = False) -> tuple[Any, RandomState]:
+    def __call__(
+        self,
+        inputs: tuple[Any, Any] | None = None,
+        evaluate: bool = False,
+        run: Callable[..., Any] | None = None,
+    ) -> tuple[Any, RandomState]:
         """The module's output, on its own inputs or on others, and the random state it leaves; in its own modes or all in
-        evaluation mode."""
+        evaluation mode. `run` calls the module in another way."""
         args, kwargs = _copied(self.inputs if inputs is None else inputs)
         device, enabled, dtype = self.autocast
         with (
@@ -58,7 +63,7 @@ class Rerun:
             _modes([(part, mode and not evaluate) for part, mode in self.modes]),
             torch.autocast(device, dtype=dtype, enabled=enabled),
         ):
-            output = self.module(*args, **kwargs)
+            output = (run or self.module)(*args, **kwargs)
             return output, self.now()
 
     def now(self) -> RandomState:

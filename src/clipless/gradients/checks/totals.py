@@ -66,10 +66,19 @@ def _run_again(forward_pass: ForwardPass) -> Again:
     return outputs, _arrived(forward_pass, lambda grad, dim: _masked(grad, dim, forward_pass.judged)), drift
 
 
-def _run_some(forward_pass: ForwardPass, some: Tensor) -> Again | None:
+def refuse_dependent(forward_pass: ForwardPass, tolerance: float) -> None:
+    """Run a pass again on each half of its records alone, and refuse it if the outputs are others."""
+    if forward_pass.records > 1:
+        some = some_of(forward_pass.records, 1)
+        with torch.no_grad():
+            for half in (some, ~some):
+                _run_some(forward_pass, half, tolerance)
+
+
+def _run_some(forward_pass: ForwardPass, some: Tensor, tolerance: float = DEPENDENT) -> Again | None:
     """The outputs of some records, [b], without the others; where random numbers are drawn, with other records in the
     others' places, so that the same numbers meet the same rows. Also the gradients that arrived at these outputs, and how
-    far the outputs are from what they were, relative. Refused if they are others.
+    far the outputs are from what they were, relative. Refused if that is more than `tolerance`, or than 16 bits explain.
 
     None if nothing can be told: the model draws another number of random numbers, depending on the records, or does not
     take these records together.
@@ -96,8 +105,8 @@ def _run_some(forward_pass: ForwardPass, some: Tensor) -> Again | None:
             if found.shape != expected.shape:
                 return None
             drift = max(drift, _change(expected, found))
-    if drift > (HALF_TOLERANCE if _half(forward_pass) else DEPENDENT):
-        _run_again(forward_pass)
+    if drift > (HALF_TOLERANCE if _half(forward_pass) else tolerance):
+        _drift(forward_pass, _at_places(forward_pass, rerun()[0]))
         raise depends_on_others(forward_pass.name)
 
     def kept(grad: Tensor, dim: int) -> Tensor:

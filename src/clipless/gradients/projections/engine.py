@@ -1,0 +1,291 @@
+"""The second engine: norms estimated by random projections in forward mode, then one plain backward pass.
+
+For each of r normal vectors u the model is run again in forward mode, with the inputs, modes and random numbers of the
+user's own pass, which gives ⟨g_i, u⟩ for the gradient g_i of every record's loss. M_i² is their mean square. One backward
+pass of the losses weighted by the factors gives the clipped sum. Every step checks itself: ⟨Σ c_i g_i, u⟩ must be
+Σ c_i ⟨g_i, u⟩.
+
+A share is bounded by the threshold times √(r/χ²_r), not by the threshold: see accounting/projections.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from clipless.clipping import least_norm
+from clipless.errors import Misuse, UnsupportedModule
+from clipless.gradients.capture import messages
+from clipless.gradients.capture.hooks import Hooks
+from clipless.gradients.capture.micro_batch import MicroBatch
+from clipless.gradients.capture.model_map import Layer, ModelMap
+from clipless.gradients.capture.receiver import TRAINING
+from clipless.gradients.capture.refusals import refuse_module
+from clipless.gradients.capture.stand_ins import StandIns
+from clipless.gradients.capture.watch import StateWatch, StructureWatch
+from clipless.gradients.checks.passes import ForwardPass, Rerun
+from clipless.gradients.checks.seeds import sketch
+from clipless.gradients.checks.self_check import CheckSchedule
+from clipless.gradients.checks.totals import refuse_dependent
+from clipless.gradients.engine import refuse_losses
+from clipless.gradients.projections.forward_mode import tangents
+from clipless.gradients.projections.losses import Alias, Losses
+from clipless.gradients.projections.messages import differs, plain_backward, refuse_inputs, refuse_narrow
+from clipless.gradients.records import is_square, readings, resized, selected
+from clipless.gradients.sums import Factors, Observe
+from clipless.gradients.trees import closed, differentiable, opened, shapes_of
+from clipless.random_state import own_generators
+
+# Forward and backward mode may differ by so much, relative to the length of the clipped norms.
+TOLERANCE = 2e-3
+# As many rows go through the same kernels, so a record's output stays the same to the last digits, whatever the others are.
+DEPENDENT = 1e-5
+
+Directions = Callable[[int, Sequence[Tensor]], list[Tensor]]
+
+
+@dataclass
+class Part(MicroBatch):
+    """A micro-batch, with the passes through the model that its losses are computed from."""
+
+    passes: list[ForwardPass] = field(default_factory=list)
+
+
+class ProjectionEngine:
+    """Turns backward passes of an ordinary model into clipped sums over the expected batch, as `Engine` does.
+
+    `directions(j, like)` gives the j-th vector of the step, shaped like the parameters: the same numbers for all
+    micro-batches of a step. Flat clipping only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        factors: Factors,
+        observe: Observe | None,
+        directions: Directions,
+        projections: int,
+    ) -> None:
+        layers = self._map = ModelMap(model)
+        self.parameters, self.modules = layers.parameters, layers.modules
+        refuse_narrow(self.parameters)
+        self._hooks = Hooks(layers, stray=plain_backward)
+        self._factors, self._observe, self._directions = factors, observe, directions
+        self._projections = projections
+        self._watch, self._structure, self._stand_ins = StateWatch(model), StructureWatch(model), StandIns(self._hooks)
+        self._generators, self._schedule, self._number = own_generators(self.modules), CheckSchedule(), 0
+        self._inside: list[tuple[Layer, ForwardPass | None, bool]] = []
+        self._part: Part | None = None
+        self._sums: dict[str, Tensor] = {}
+        self.seen = 0
+
+    def attach(self) -> None:
+        """Put hooks on the model, or raise and leave it as it was."""
+        self._hooks.attach()
+        self._structure.open()
+        self._hooks.listener = self
+
+    def detach(self) -> None:
+        """Take all hooks off the model."""
+        self._hooks.detach()
+        self._hooks.listener = None
+        self.clear()
+
+    def intact(self) -> bool:
+        """Whether every hook is where `attach` put it."""
+        return self._hooks.intact()
+
+    def clear(self) -> None:
+        """Forget the sums: no micro-batch is open until the next logical batch begins."""
+        self._part, self._sums, self.seen, self._inside = None, {}, 0, []
+        self._watch.close()
+
+    def open(self, records: int, averaged: bool) -> None:
+        """The next forward and backward pass is on so many records."""
+        self._number += 1
+        due = self._schedule.due(records)
+        self._part, self._inside, self._hooks.empty = Part(records, due=due), [], records == 0
+        if not self._watch.is_open:
+            self._watch.open(closely=due)
+
+    def refuse_unsound(self) -> int:
+        """Raise if the batch has written into the model."""
+        self._watch.refuse_step()
+        return 0
+
+    def complete(self) -> dict[str, Tensor]:
+        """The clipped sum of every parameter, zeros for those that no record reached."""
+        sums = {}
+        for name, parameter in self.parameters.items():
+            kind = torch.promote_types(parameter.dtype, torch.float32)
+            found = self._sums.get(name)
+            sums[name] = torch.zeros_like(parameter, dtype=kind) if found is None else found.to(kind)
+        return sums
+
+    # The user's forward pass.
+
+    def enter(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a module's forward: note the inputs of the outermost one. Returns those to take instead, for no records."""
+        if layer.suspect:
+            refuse_module(layer.module, layer.name)
+        outermost = torch.is_grad_enabled() and not any(armed for _, _, armed in self._inside)
+        part, changed, begun = self._part, None, None
+        if outermost and part is not None and torch._C._current_graph_task_id() == -1:
+            self._structure.refuse_changes()
+            inputs = (args, kwargs)
+            messages.refuse_unfit_inputs(layer.name, inputs, part.records)
+            refuse_inputs(layer.name, inputs)
+            if part.records == 0:
+                inputs = changed = self._stand_ins.inputs(layer.module, inputs)
+            reading = next(readings(inputs, part.records), {})
+            rerun = Rerun.of(layer.module, inputs, self._generators)
+            begun = ForwardPass(layer.name, part.records, reading, is_square(inputs, part.records), rerun=rerun)
+            part.modes = list(map(TRAINING, self.modules))
+        self._inside.append((layer, begun, torch.is_grad_enabled()))
+        return changed
+
+    def leave(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """After a module's forward: note the outputs of the outermost one."""
+        if not self._inside or self._inside[-1][0] is not layer:
+            return None
+        _, begun, _ = self._inside.pop()
+        part = self._part
+        if begun is None or part is None or output is None:
+            return None
+        self._watch.refuse_pass(part.records)
+        output = opened(output)
+        messages.refuse_hidden(layer.name, output)
+        if part.records == 0:
+            return closed(resized(output, {k: 0 for k, shape in enumerate(shapes_of(output)) if shape[:1] == (1,)}, 0))
+        leaves, spec = pytree.tree_flatten(output)
+        found = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        begun.places = [place for place, k in enumerate(found) if leaves[k].requires_grad]
+        places = [found[place] for place in begun.places]
+        if not places:
+            return None
+        begun.outputs = tuple(leaves[k] for k in places)
+        begun.out_dims = tuple(_dim(output, part.records) for output in begun.outputs)
+        pairs = zip(begun.outputs, begun.out_dims, strict=True)
+        begun.values = [sketch(output, dim or 0) for output, dim in pairs] if part.due else []
+        begun.drawn = begun.rerun.now() if part.due and begun.rerun else None
+        part.passes.append(begun)
+        for k, value in zip(places, Alias.apply(*begun.outputs), strict=True):  # type: ignore[no-untyped-call]
+            leaves[k] = value
+        return closed(pytree.tree_unflatten(leaves, spec))
+
+    # The backward pass.
+
+    def backward(self, losses: Tensor) -> None:
+        """From one loss for each record: estimate the norms, and add the clipped sum."""
+        part = self._part
+        refuse_losses(losses, part)
+        assert part is not None
+        if part.done:
+            raise Misuse(
+                "a second backward() on the same records: their gradients would count twice. Add the losses and call "
+                "backward() once, or split the batch with private.loader.microbatches(n)."
+            )
+        if part.modes and part.modes != list(map(TRAINING, self.modules)):
+            raise messages.modes_changed()
+        if part.records:
+            if not part.passes:
+                raise Misuse("the losses do not come from this model: compute them from what model(x) returned.")
+            with self._hooks.silenced():
+                self._add(part, losses)
+        part.done, part.passes = True, []
+        self.seen += part.records
+
+    def _add(self, part: Part, losses: Tensor) -> None:
+        function = Losses(losses, part.passes)
+        if part.due:
+            function.refuse_mixed(self._number)
+            for one in part.passes:
+                if not one.square:
+                    refuse_dependent(one, DEPENDENT)
+        trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        first, products, squares = self._projected(function, part, trainable)
+        norms = (squares / self._projections).sqrt().to(self._map.dtype)
+        norms = norms.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        norms = F.threshold(norms, least_norm(norms.dtype), 0.0).unsqueeze(0)
+        finite = norms < torch.inf
+        factors = self._factors(norms, [0]).masked_fill((norms == 0) | ~finite, 0.0)[0]
+        weights = factors.to(losses.dtype)
+        if bool(finite.all()):
+            values = list(trainable.values())
+            grads: Sequence[Tensor | None] = torch.autograd.grad(losses, values, weights, allow_unused=True)
+        else:
+            grads = self._without(~finite[0], function, part, weights, trainable)
+        grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+        self._refuse_differences(grads, first, weights, products, norms[0])
+        for name, grad in zip(trainable, grads, strict=True):
+            if grad is not None:
+                wide = torch.float64 if grad.is_cpu or grad.is_cuda else torch.float32
+                self._sums[name] = grad.to(wide) if name not in self._sums else self._sums[name] + grad.to(wide)
+        if self._observe is not None:
+            self._observe(norms)
+
+    def _projected(
+        self, function: Losses, part: Part, trainable: dict[str, nn.Parameter]
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """The first vector, every record's product with it, [b], and the sum of the squares of all products, [b]."""
+        kept: list[Tensor] = []
+        products = squares = torch.zeros(())
+        for number in range(self._projections):
+            vectors = dict(zip(self.parameters, self._directions(number, list(self.parameters.values())), strict=True))
+            directions = {id(parameter): vectors[name] for name, parameter in trainable.items()}
+            moved: list[Tensor | None] = []
+            for one in part.passes:
+                assert one.rerun is not None
+                found = tangents(one.rerun, one.name, directions)
+                if len(found) <= max(one.places):
+                    raise differs()
+                moved += [found[place] for place in one.places]
+            product = function.moved(moved).double()
+            if number == 0:
+                kept, products, squares = [vectors[name] for name in trainable], product, torch.zeros_like(product)
+            squares = squares + product.square()
+        return kept, products, squares
+
+    def _without(
+        self, broken: Tensor, function: Losses, part: Part, weights: Tensor, trainable: dict[str, nn.Parameter]
+    ) -> Sequence[Tensor | None]:
+        """The weighted sum where some records are not finite: the passes are run again with another record in the place of
+        each, and nothing of it is added. 0 times infinity would be no number."""
+        if bool(broken.all()):
+            return [None] * len(trainable)
+        rows = torch.where(broken, int((~broken).int().argmax()), torch.arange(len(broken), device=broken.device))
+        pulled, outputs, arrived = iter(function.pulled(weights)), [], []
+        for one in part.passes:
+            assert one.rerun is not None
+            grads = [next(pulled) for _ in one.outputs]
+            if not one.reading or any(dim is None for dim in one.out_dims):
+                raise UnsupportedModule(
+                    f"a record's gradient is not finite, and {one.name!r} has no row for each record in its input and "
+                    "output, so that it cannot be left out. Return one row per record, or use gradients='exact'."
+                )
+            with torch.enable_grad():
+                again = differentiable(one.rerun(selected(one.rerun.inputs, one.reading, rows))[0])
+            for place, grad, dim in zip(one.places, grads, one.out_dims, strict=True):
+                if grad is not None:
+                    outputs.append(again[place])
+                    arrived.append(grad.index_fill(dim or 0, broken.nonzero()[:, 0], 0.0))
+        return torch.autograd.grad(outputs, list(trainable.values()), arrived, allow_unused=True)
+
+    def _refuse_differences(
+        self, grads: Sequence[Tensor | None], first: list[Tensor], weights: Tensor, products: Tensor, norms: Tensor
+    ) -> None:
+        """Raise unless the sum's product with the first vector is that of the records' products."""
+        used = weights != 0
+        ours = float((weights.double() * products)[used].sum())
+        theirs = sum(float((g.double() * u.double()).sum()) for g, u in zip(grads, first, strict=True) if g is not None)
+        size = float((weights.double() * norms.double())[used].norm()) + abs(ours)
+        if not abs(ours - theirs) <= TOLERANCE * size + 1e-30:
+            raise differs()
+
+
+def _dim(output: Tensor, records: int) -> int | None:
+    return output.shape.index(records) if records in output.shape else None

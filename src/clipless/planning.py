@@ -1,0 +1,128 @@
+"""From the arguments of a run to its plan: numbers checked, defaults filled in, noise or epsilon computed."""
+
+import warnings
+from dataclasses import replace
+
+from clipless import defaults
+from clipless.accounting import ACCOUNTANTS, scheduled_epsilon, scheduled_multiplier
+from clipless.accounting.calibrate import search
+from clipless.arguments import large_delta_note, named, positive, whole
+from clipless.errors import InvalidArgument
+from clipless.noise_schedule import NoiseSchedule
+from clipless.partition import Partition
+from clipless.phases import Schedule
+from clipless.plan import PrivacyPlan
+
+LOSS_REDUCTIONS = ("mean", "sum")
+
+
+def make_plan(
+    *,
+    dataset_size: int,
+    batch_size: int | None,
+    epochs: int | None,
+    steps: int | None,
+    epsilon: float | None,
+    noise_multiplier: float | None,
+    delta: float | None,
+    accountant: str,
+    schedule: Schedule,
+    groups: Partition,
+    dimensions: tuple[int, ...],
+    loss_reduction: str,
+    noise: str,
+    projections: int | None = None,
+) -> PrivacyPlan:
+    """Check the numbers, fill in the defaults, and compute the noise multiplier or ε, whichever is not given."""
+    named("loss_reduction", loss_reduction, dict.fromkeys(LOSS_REDUCTIONS))
+    named("accountant", accountant, ACCOUNTANTS)
+    batch = _expected_batch(batch_size, dataset_size)
+    per_pass = defaults.steps_per_pass(dataset_size, batch)
+    total = _total_steps(epochs, steps, per_pass)
+    chosen_delta = defaults.delta(dataset_size) if delta is None else delta
+    if delta is None and dataset_size < 2:
+        raise InvalidArgument("with a single record there is no default delta: give delta= yourself.")
+    _warn_of_large_delta(chosen_delta, dataset_size)
+    noises = schedule.noise_schedule(total)
+    eps, z = _budget(epsilon, noise_multiplier, chosen_delta, batch / dataset_size, noises, accountant)
+    plan = PrivacyPlan(
+        epsilon=eps,
+        delta=chosen_delta,
+        accountant=accountant,
+        noise_multiplier=z,
+        dataset_size=dataset_size,
+        expected_batch=batch,
+        steps=total,
+        steps_per_pass=per_pass if steps is None else total,
+        schedule=schedule,
+        groups=groups,
+        dimensions=dimensions,
+        projections=projections,
+        loss_reduction=loss_reduction,
+        noise=noise,
+    )
+    assert plan.phases  # or raises: thresholds that do not fit the groups, a statistic that takes more than the step
+    return plan if projections is None else _projected(plan, target=epsilon)
+
+
+def _projected(plan: PrivacyPlan, target: float | None) -> PrivacyPlan:
+    """The plan of a run whose norms are estimated: its steps cost more than their multipliers say, by what the accountant
+    knows of random sensitivities."""
+    if not ACCOUNTANTS[plan.accountant].takes_projections:
+        raise InvalidArgument(
+            f"gradients='jl' cannot be accounted for by {plan.accountant}: the sensitivity of a step is random and has no "
+            "bound, so its Rényi divergences and the moments of its privacy loss are infinite. Use accountant='pld'."
+        )
+    if len(plan.groups) > 1:
+        raise InvalidArgument(
+            f"gradients='jl' estimates the norm of the whole gradient, and there are {len(plan.groups)} groups: use "
+            "groups='flat', or gradients='exact'."
+        )
+
+    def spent(z: float) -> float:
+        return replace(plan, noise_multiplier=z).planned().spent(plan.delta, plan.accountant).epsilon
+
+    if target is None:
+        return replace(plan, epsilon=spent(plan.noise_multiplier))
+    return replace(plan, noise_multiplier=search(spent, float(target), plan.noise_multiplier))
+
+
+def _warn_of_large_delta(delta: float, dataset_size: int) -> None:
+    if note := large_delta_note(delta, dataset_size):
+        warnings.warn(note, stacklevel=5)
+
+
+def _expected_batch(batch_size: int | None, dataset_size: int) -> int:
+    if batch_size is None:
+        raise InvalidArgument("give batch_size=, the expected number of records in a batch.")
+    batch = whole("batch_size", batch_size)
+    if batch > dataset_size:
+        raise InvalidArgument(
+            f"batch_size={batch} is larger than the data set of {dataset_size} records: use at most {dataset_size}."
+        )
+    return batch
+
+
+def _total_steps(epochs: int | None, steps: int | None, per_pass: int) -> int:
+    if epochs is not None and steps is not None:
+        raise InvalidArgument("epochs= and steps= contradict each other: give one of them.")
+    if epochs is not None:
+        return whole("epochs", epochs) * per_pass
+    if steps is not None:
+        return whole("steps", steps)
+    raise InvalidArgument("give epochs= or steps=: the budget is divided over all steps of the run.")
+
+
+def _budget(
+    target: float | None, multiplier: float | None, delta: float, rate: float, schedule: NoiseSchedule, accountant: str
+) -> tuple[float, float]:
+    """ε and the first step's noise multiplier, the one computed from the other, for steps of this schedule."""
+    if target is not None and multiplier is not None:
+        raise InvalidArgument("epsilon= and noise_multiplier= contradict each other: give one of them.")
+    if target is not None:
+        z = scheduled_multiplier(target, delta, rate, schedule, accountant)
+        return float(target), z
+    if multiplier is not None:
+        z = positive("noise_multiplier", multiplier)
+        return scheduled_epsilon(z, rate, schedule, delta, accountant), z
+    raise InvalidArgument("give epsilon=, the privacy budget (3.0 is a common choice), or noise_multiplier=.")
