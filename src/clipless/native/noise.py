@@ -12,10 +12,10 @@ from clipless.native.library import COUNT, POINTER, WORTH_A_THREAD, function, th
 
 
 class Noise(NamedTuple):
-    """`add` goes from a key, tensors, their standard deviations, and the tensors that the sums go to: float32, without gaps,
-    in main memory. `normals` writes the numbers of a key to a float64 tensor of whole chunks, for the self-check."""
+    """`add` goes from a key, tensors, their standard deviations, the tensors that the sums go to, float32, contiguous and in
+    main memory, and the place of each in the stream of numbers, in order; by default they lie end to end. `normals` writes the numbers of a key to a float64 tensor of whole chunks, for the self-check."""
 
-    add: Callable[[bytearray, Sequence[Tensor], Sequence[float], Sequence[Tensor]], None]
+    add: Callable[[bytearray, Sequence[Tensor], Sequence[float], Sequence[Tensor], Sequence[int] | None], None]
     normals: Callable[[bytearray, Tensor], None]
 
 
@@ -44,16 +44,49 @@ def build(library: Path, chunk: int = 1024, narrow: bool = False) -> Noise | Non
     if release is None or numbers is None:
         return None
 
-    def add(key: bytearray, sums: Sequence[Tensor], stddevs: Sequence[float], into: Sequence[Tensor]) -> None:
-        count = len(sums)
-        starts = (COUNT * (count + 1))(0, *itertools.accumulate(map(Tensor.numel, into)))
-        places = [(POINTER * count)(*map(Tensor.data_ptr, tensors)) for tensors in (into, sums)]
-        work = 8 * starts[count]
+    def add(
+        key: bytearray,
+        sums: Sequence[Tensor],
+        stddevs: Sequence[float],
+        into: Sequence[Tensor],
+        places: Sequence[int] | None = None,
+    ) -> None:
+        outs: list[Tensor | None] = list(into)
+        ins: list[Tensor | None] = list(sums)
+        sizes = list(map(Tensor.numel, into))
+        if places is not None:
+            outs, ins, stddevs, sizes = _with_gaps(into, sums, stddevs, places)
+        count = len(outs)
+        starts = (COUNT * (count + 1))(0, *itertools.accumulate(sizes))
+        pointers = [(POINTER * count)(*map(_address, tensors)) for tensors in (outs, ins)]
+        work = 8 * sum(map(Tensor.numel, into))
         workers = 1 if work < WORTH_A_THREAD else threads(work)
         key_place = (ctypes.c_char * 32).from_buffer(key)
-        release(key_place, *places, (ctypes.c_double * count)(*stddevs), starts, count, narrow, workers)
+        release(key_place, *pointers, (ctypes.c_double * count)(*stddevs), starts, count, narrow, workers)
 
     def normals(key: bytearray, into: Tensor) -> None:
         numbers((ctypes.c_char * 32).from_buffer(key), into.data_ptr(), len(into) // chunk, narrow)
 
     return Noise(add, normals)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _with_gaps(
+    into: Sequence[Tensor], sums: Sequence[Tensor], stddevs: Sequence[float], places: Sequence[int]
+) -> tuple[list[Tensor | None], list[Tensor | None], list[float], list[int]]:
+    """The tensors with None for what lies between them, their standard deviations, and the size of each."""
+    outs: list[Tensor | None] = []
+    ins: list[Tensor | None] = []
+    scales: list[float] = []
+    sizes: list[int] = []
+    end = 0
+    for out, value, stddev, place in zip(into, sums, stddevs, places, strict=True):
+        outs += [None, out]
+        ins += [None, value]
+        scales += [1.0, stddev]
+        sizes += [place - end, out.numel()]
+        end = place + out.numel()
+    return outs, ins, scales, sizes

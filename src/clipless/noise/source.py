@@ -27,8 +27,18 @@ class NoiseSource:
         self.name = name
         self._keys, self._on_device = keys, on_device
 
-    def release(self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> list[Tensor]:
+    def release(
+        self,
+        stream: str,
+        step: int,
+        values: Sequence[Tensor],
+        stddevs: Sequence[float],
+        places: Sequence[int] | None = None,
+    ) -> list[Tensor]:
         """Each value plus normal noise of its standard deviation, rounded to a multiple of `grid(stddev)`.
+
+        Values take the step's numbers one after the other. With `places`, in order, each takes those from there on: a part
+        of a value gets the noise that it would get in the whole.
 
         In the value's type, or float32 if that is finer, in fresh tensors: no memory in which a value without noise has
         been. The values are left as they are.
@@ -45,7 +55,7 @@ class NoiseSource:
             outs.append(torch.empty_like(here))
         key = self._keys.key(stream, step)
         fast = compiled() if fits else None
-        (fast.add if fast else by_numpy)(key, sums, stddevs, outs)
+        (fast.add if fast else by_numpy)(key, sums, stddevs, outs, places)
         for number, value in enumerate(values):
             if not value.is_cpu:
                 outs[number] = self._sent_back(key, number, value.detach(), stddevs[number], outs[number])
