@@ -1,5 +1,6 @@
 """make_private: the one place where the parts meet, and one private step from top to bottom."""
 
+import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from clipless import refusals
 from clipless.accounting import StepEvent
 from clipless.clipping import Clipping, as_clipping
 from clipless.closures import Arguments, within_own_step
-from clipless.distributed import Alone, Idle, Ranks, facts, on_every_rank, ranks_of, unwrapped
+from clipless.distributed import Alone, Idle, Ranks, Sharded, facts, is_sharded, on_every_rank, ranks_of, unwrapped
 from clipless.errors import InvalidType, Misuse
 from clipless.foreign import names_answered
 from clipless.gradients import Engine, Kernels
@@ -92,16 +93,20 @@ def make_private(
         )
         if kernels is not None and not isinstance(kernels, Kernels):
             raise InvalidType(f"kernels must be clipless.Kernels(memory_cap=...) or None, got {kernels!r}.")
+        if check is not None and is_sharded(model):
+            raise Misuse("check= runs the model in one process: call clipless.check(...) before fully_shard.")
         if check is not None:
             refuse_unsound(model, check, how, loss_reduction)
         source = noise_source(noise, seed)
     if ranks.size > 1:
         ranks.refuse_differences(lambda: facts(model, optimizer, plan.to_dict(), seed, allow_overspend=allow_overspend))
         source.load_state_dict(ranks.shared(source.state_dict()))
+    sharded = is_sharded(model)
+    ranks = ranks.apart() if sharded else ranks
     fetch, kernels = fetcher(data, settings), kernels or Kernels()
     return on_every_rank(
         ranks,
-        lambda: Private(model, optimizer, plan, fetch, source, kernels, allow_overspend, group, ranks, idle),
+        lambda: Private(model, optimizer, plan, fetch, source, kernels, allow_overspend, group, ranks, idle, sharded),
     )
 
 
@@ -120,9 +125,10 @@ class Private(SavedRun):
         group: object,
         ranks: Alone | Ranks,
         idle: Idle,
+        sharded: bool,
     ) -> None:
         super().__init__(model, optimizer, plan, source, ranks)
-        self._idle = idle
+        self._idle, self._shards = idle, Sharded(model, ranks) if sharded else None
         self._allow_overspend, self._guard = (
             allow_overspend,
             Guard(model, optimizer, None if group is None and ranks.size == 1 else False),
@@ -136,8 +142,10 @@ class Private(SavedRun):
             kernels,
             plan.expected_batch,
             checks_itself=True,
+            shards=self._shards,
         )
-        sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=(ranks.rank, ranks.size))
+        share = (ranks.rank, ranks.size)
+        sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=share, in_step=sharded)
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
         self._attach()
 
@@ -256,7 +264,8 @@ class Private(SavedRun):
             self._observe(torch.zeros(len(self.plan.groups), 0, device=device))
         sums, statistic = self._engine.complete(), self._statistic
         if self._ranks.size > 1:
-            self._ranks.add_up([*sums.values(), *([] if statistic is None else [statistic])])
+            added_up = () if self._shards else sums.values()  # sums of shards are added up already
+            self._ranks.add_up([*added_up, *([] if statistic is None else [statistic])])
         with self._ranks.together(f"the release of step {step + 1}"):
             gradients = self._noised_gradients(step, sums, stddevs)
             statistic = self._noised_statistic(step, statistic)
@@ -276,9 +285,11 @@ class Private(SavedRun):
 
     def _noised_gradients(self, step: int, sums: Mapping[str, Tensor], stddevs: list[float]) -> dict[str, Tensor]:
         """The clipped sum over the expected batch with noise, for each parameter: tensors of their own, every time."""
-        parameters = self._engine.parameters
-        released = self._source.release("gradient", step, list(sums.values()), stddevs)
-        return {name: noised.to(p.dtype) for (name, p), noised in zip(parameters.items(), released, strict=True)}
+        parameters, shards = self._engine.parameters, self._shards
+        places = None if shards is None else shards.places()
+        released = self._source.release("gradient", step, list(sums.values()), stddevs, places)
+        gradients = {name: noised.to(p.dtype) for (name, p), noised in zip(parameters.items(), released, strict=True)}
+        return {name: shards.placed(name, own) for name, own in gradients.items()} if shards else gradients
 
     def _noised_statistic(self, step: int, statistic: Tensor | None) -> Tensor | None:
         """The batch's statistic with noise; None if the policy needs none."""
@@ -291,6 +302,8 @@ class Private(SavedRun):
         """Write the step down, on disk if there is a ledger file. A repeated step must be the one written there."""
         if self._journal or self._ranks.size > 1:
             released = fingerprint([*gradients.values(), *([] if statistic is None else [statistic])])
+            if self._shards:
+                released = hashlib.sha256("".join(self._ranks.gathered(released)).encode()).hexdigest()[:32]
             if self._ranks.size > 1:
                 state = f"{released} {fingerprint([self._thresholds])}"
                 self._ranks.same(f"the release of step {self.steps_taken + 1}", state)

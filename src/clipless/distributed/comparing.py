@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import clipless
@@ -20,8 +21,8 @@ PLAIN = (bool, int, float, str, tuple, list, Tensor, type(None))
 def facts(
     model: nn.Module, optimizer: Optimizer, plan: Mapping[str, object], seed: int | None, **settings: object
 ) -> dict[str, str]:
-    """Versions, plan, settings, optimizer, and the model: its parameters and buffers, their types and contents. The seed is
-    told by its digest alone."""
+    """Versions, plan, settings, optimizer, and the model: its parameters and buffers, their types, and the contents of what is
+    not sharded. The seed is told by its digest alone."""
     found = {
         "the version of clipless": clipless.__version__,
         "the version of torch": torch.__version__,
@@ -41,7 +42,10 @@ def facts(
         for name, tensor in tensors:
             trained = ", trainable" if tensor.requires_grad else ""
             found[f"{kind} {name!r}"] = f"{tuple(tensor.shape)} of {tensor.dtype}{trained}"
-            found[f"the content of {kind} {name!r}"] = fingerprint([tensor])
+            if isinstance(tensor, DTensor):  # every rank has another part of it
+                found[f"the placement of {kind} {name!r}"] = f"{tensor.placements} on {tensor.device_mesh}"
+            else:
+                found[f"the content of {kind} {name!r}"] = fingerprint([tensor])
     return found
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from clipless.distributed.ranks import Alone, Ranks
+from clipless.distributed.shards import is_sharded, refuse_shards
 from clipless.errors import InvalidArgument, InvalidType, Misuse
 from clipless.processes import refuse_other_processes
 
@@ -38,6 +39,10 @@ def unwrapped(model: Any, group: object) -> tuple[Any, "Idle"]:
     ddp = model if isinstance(model, DistributedDataParallel) else None
     inside = model if ddp is None else ddp.module
     _refuse_wrapped(inside)
+    if is_sharded(inside):
+        if ddp is not None:
+            raise Misuse("a sharded model is wrapped in DistributedDataParallel: give make_private the model inside.")
+        refuse_shards(inside, group)
     if ddp is not None:
         _refuse_settings(ddp, group)
     return inside, Idle(ddp)
@@ -103,14 +108,9 @@ def _refuse_wrapped(model: object) -> None:
         if isinstance(module, DataParallel) or type(module).__name__ == "FullyShardedDataParallel":
             raise Misuse(
                 f"the model is wrapped in {type(module).__name__}, which averages gradients that are not private yet: give "
-                "make_private the model inside (model.module), and start one process for each device (docs/distributed.md)."
+                "make_private the model inside (model.module), start one process for each device, and shard with "
+                "fully_shard (docs/distributed.md)."
             )
-        for own, parameter in module.named_parameters(recurse=False):
-            if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
-                raise Misuse(
-                    f"parameter {own!r} of module {name!r} is sharded over processes (DTensor), which is not supported: "
-                    "keep the whole model on every rank, bare or in DistributedDataParallel."
-                )
 
 
 def _refuse_settings(model: DistributedDataParallel, group: object) -> None:

@@ -24,6 +24,8 @@ MOST_TOLD = 200
 BUCKET = 25 * 2**20
 # Facts of which only digests are compared, which say nothing to a reader and should not be in a log.
 UNSHOWN = ("the seed", "the content of")
+# For each group the one that `Ranks.apart` made beside it.
+_APART: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 class Alone:
@@ -45,8 +47,17 @@ class Alone:
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         pass
 
+    def any(self, wish: bool) -> bool:
+        return wish
+
+    def scatter(self, parts: Tensor) -> Tensor:
+        return parts[0]
+
     def refuse_differences(self, facts: Callable[[], Mapping[str, str]]) -> None:
         pass
+
+    def apart(self) -> "Alone":
+        return self
 
 
 class Ranks:
@@ -106,6 +117,29 @@ class Ranks:
                     parts = flat.split([member.numel() for member in members])
                     for member, part in zip(members, parts, strict=True):
                         member.copy_(part.view_as(member))
+
+    def any(self, wish: bool) -> bool:
+        """Whether any rank wishes it."""
+        wishes = torch.tensor(int(wish), dtype=torch.int32, device=self._device)
+        with self._reaching("the question what the others need"):
+            dist.all_reduce(wishes, dist.ReduceOp.MAX, group=self._group)
+        return bool(wishes)
+
+    def scatter(self, parts: Tensor) -> Tensor:
+        """This rank's row of the sum over the ranks, from one row for each rank."""
+        own = torch.empty_like(parts[0])
+        with self._reaching("the sum over the ranks"):
+            dist.reduce_scatter_single(own, parts.view(-1), group=self._group)
+        return own
+
+    def apart(self) -> "Ranks":
+        """The same ranks in a group of their own, in which nobody else sends anything: what ranks say to each other is never
+        taken for what FSDP2 sends. It is made once, since torch does not tell a new one from one that was destroyed."""
+        if self._group not in _APART:
+            options = self._group._get_backend(self._device).options
+            members = dist.get_process_group_ranks(self._group)
+            _APART[self._group] = dist.new_group(members, options._timeout, use_local_synchronization=True)
+        return Ranks(_APART[self._group])
 
     def refuse_differences(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Raises on every rank, with the name of the first of these facts that is not the same on all of them."""

@@ -14,6 +14,7 @@ from clipless.gradients.checks.self_check import SelfCheck
 from clipless.gradients.forms import forget
 from clipless.gradients.kernels import Kernels
 from clipless.gradients.records import written
+from clipless.gradients.shards import Shards
 from clipless.gradients.sums import ClippedSums, Factors, Observe
 from clipless.partition import Partition
 
@@ -37,16 +38,20 @@ class Engine:
         expected_batch: float = 1.0,
         checks_itself: bool = False,
         receiver: type[Receiver] = Receiver,
+        shards: Shards | None = None,
     ) -> None:
-        layers = self._map = ModelMap(model)
+        if shards is None:
+            _refuse_sharded(model)
+        layers, self._shards = ModelMap(model, sharded=shards is not None), shards
+        self._map = layers
         self.parameters, self.modules = layers.parameters, layers.modules
-        self._hooks = Hooks(layers)
-        self._sums = ClippedSums(layers, groups, factors, observe, kernels, expected_batch)
+        self._hooks = Hooks(layers, None if shards is None else shards.root)
+        self._sums = ClippedSums(layers, groups, factors, observe, kernels, expected_batch, shards)
         self.receiver = receiver(self._hooks, self.modules, self.parameters, self._sums)
         self._self_check = SelfCheck(self.modules, self.receiver.run, self.receiver.output, self._hooks.silenced)
         self._self_check.active = checks_itself
         self._watch = StateWatch(model)
-        self._recorder = Recorder(model, layers, self._hooks, self.receiver, self._self_check, self._watch)
+        self._recorder = Recorder(model, layers, self._hooks, self.receiver, self._self_check, self._watch, shards)
         self._recorder.looks_at_data = len(groups) > 1
 
     def attach(self) -> None:
@@ -58,6 +63,8 @@ class Engine:
     def detach(self) -> None:
         """Take all hooks off the model, and give back the memory that was kept for further steps."""
         self._recorder.restore()
+        if self._shards is not None:
+            self._shards.divide()
         self._hooks.detach()
         self._hooks.listener = None
         forget()
@@ -79,6 +86,8 @@ class Engine:
         self.receiver.open(None)
         self._recorder.restore()
         self._watch.close()
+        if self._shards is not None:
+            self._shards.divide()
 
     def open(self, records: int, averaged: bool) -> None:
         """The next forward and backward pass is on so many records, by whose number an `averaged` loss divides."""
@@ -108,10 +117,11 @@ class Engine:
         """Raise if the batch has written into the model, or if a check finds a gradient lost or outputs that depend on other
         records. Returns how many passes were checked."""
         self._watch.refuse_step()
-        return self._self_check.compare(self.parameters)
+        return self._self_check.compare(self._map.live)
 
     def complete(self) -> dict[str, Tensor]:
-        """The clipped sum of every parameter over the expected batch, in memory of the engine's own."""
+        """The clipped sum of every parameter over the expected batch, in memory of the engine's own: this process's part of
+        it, over all processes, where the model is sharded."""
         return self._sums.complete()
 
 
@@ -131,3 +141,13 @@ def _refuse_losses(losses: object, micro: MicroBatch | None) -> None:
         raise Misuse(
             "the losses have no gradient: compute them from the model's output, without no_grad() or detach()."
         )
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Refuse a model of which this process has a part only."""
+    for name, parameter in model.named_parameters():
+        if parameter.__class__.__name__ == "DTensor":
+            raise Misuse(
+                f"parameter {name!r} is sharded over processes (DTensor): check the model, and compute clipped sums of it, "
+                "before fully_shard."
+            )

@@ -13,7 +13,8 @@ from clipless.native.library import COUNT, POINTER, WORTH_A_THREAD, function, th
 
 class Noise(NamedTuple):
     """`add` goes from a key, tensors, their standard deviations, the tensors that the sums go to, float32, contiguous and in
-    main memory, and the place of each in the stream of numbers, in order; by default they lie end to end. `normals` writes the numbers of a key to a float64 tensor of whole chunks, for the self-check."""
+    main memory, and the place of each in the stream of numbers, in order, or None if they lie end to end. `normals` writes
+    the numbers of a key to a float64 tensor of whole chunks, for the self-check."""
 
     add: Callable[[bytearray, Sequence[Tensor], Sequence[float], Sequence[Tensor], Sequence[int] | None], None]
     normals: Callable[[bytearray, Tensor], None]

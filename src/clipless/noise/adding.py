@@ -84,7 +84,7 @@ def _pairs(ours: Noise) -> Iterator[tuple[Tensor, Tensor]]:
         ours.normals(key, numbers)
         yield numbers, torch.from_numpy(standard_normals(key, len(numbers)))
         made, expected = ([torch.from_numpy(np.zeros(size, np.float32)) for size in sizes] for _ in range(2))
-        ours.add(key, sums, stddevs, made)
+        ours.add(key, sums, stddevs, made, None)
         by_numpy(key, sums, stddevs, expected)
         yield from zip(made, expected, strict=True)
         places = [start + number * (CHUNK + 300) for number, start in enumerate(accumulate(sizes, initial=5))][:-1]

@@ -58,7 +58,8 @@ class NoiseSource:
         (fast.add if fast else by_numpy)(key, sums, stddevs, outs, places)
         for number, value in enumerate(values):
             if not value.is_cpu:
-                outs[number] = self._sent_back(key, number, value.detach(), stddevs[number], outs[number])
+                place = 0 if places is None else places[number]
+                outs[number] = self._sent_back(key, number, place, value.detach(), stddevs[number], outs[number])
         erase(key)
         return outs
 
@@ -69,13 +70,13 @@ class NoiseSource:
             return torch.empty(0, dtype=dtype)
         return value.to("cpu", dtype).contiguous()
 
-    def _sent_back(self, key: bytearray, number: int, value: Tensor, stddev: float, made: Tensor) -> Tensor:
+    def _sent_back(self, key: bytearray, number: int, place: int, value: Tensor, stddev: float, made: Tensor) -> Tensor:
         """A release on the value's own device: what was made in main memory, or drawn there by torch's generator, which is
         not cryptographic and leaves the last bits as floating point does."""
         if not self._on_device:
             return made.to(value.device)
-        # Counters that no number in main memory is made of.
-        seed = int(words(key, (number + 1) << 64, 1)[0]) >> 1
+        # Counters that no number in main memory is made of, and no other part of the same value.
+        seed = int(words(key, ((number + 1) << 64) + place, 1)[0]) >> 1
         noise = torch.empty(value.shape, dtype=made.dtype, device=value.device)
         noise.normal_(generator=torch.Generator(value.device).manual_seed(seed))
         return value.to(made.dtype).add(noise, alpha=stddev)

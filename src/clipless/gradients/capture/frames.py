@@ -44,15 +44,16 @@ class Frame:
     takeover: Takeover | None = None
     random_state: RandomState | None = None
 
-    def trace_parameters(self, parameters: dict[str, nn.Parameter], operations: Operations) -> None:
+    def trace_parameters(self, operations: Operations) -> None:
         """Replace the parameters that the module uses itself by traced tensors while it runs."""
         for path, name in self.layer.own.items():
-            self._replace(self.layer, path, parameters[name], name, operations)
+            self._replace(self.layer, path, name, operations)
 
-    def _replace(self, layer: Layer, path: str, parameter: nn.Parameter, name: str, operations: Operations) -> None:
+    def _replace(self, layer: Layer, path: str, name: str, operations: Operations) -> None:
         prefix, _, local = path.rpartition(".")
         holder = layer.module.get_submodule(prefix)
-        if parameter.requires_grad and not isinstance(holder._parameters[local], Traced):
+        parameter = holder._parameters[local]
+        if parameter is not None and parameter.requires_grad and not isinstance(parameter, Traced):
             holder._parameters[local] = root(name, layer.name, parameter, operations)  # type: ignore[assignment]
             self.replaced.append((holder, local, parameter))
 
@@ -61,16 +62,16 @@ class Frame:
         for layer in model.layers.values():
             for path, name in layer.own.items():
                 if name in strays:
-                    self._replace(layer, path, model.parameters[name], name, operations)
+                    self._replace(layer, path, name, operations)
 
-    def lend_strays(self, strays: Collection[str], parameters: dict[str, nn.Parameter]) -> None:
+    def lend_strays(self, strays: Collection[str]) -> None:
         """Give the module its own parameters while it runs, where traced tensors stand for them in the rest of the model."""
         for path, name in self.layer.own.items():
             prefix, _, local = path.rpartition(".")
             holder = self.layer.module.get_submodule(prefix)
             traced: Tensor | None = holder._parameters[local]
             if name in strays and isinstance(traced, Traced):
-                holder._parameters[local] = parameters[name]
+                holder._parameters[local] = traced.parameter
                 self.lent.append((holder, local, traced))
 
     def put_back(self) -> None:

@@ -2,12 +2,12 @@
 gradient to the receiver."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 
@@ -20,6 +20,9 @@ from clipless.gradients.layers.rule import reweighted
 
 class Listener(Protocol):
     """Who is told of every call of a module."""
+
+    def approach(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the call of a sharded model, and before its parameters are put together. Returns as `enter` does."""
 
     def enter(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the call. Returns the arguments to take instead, or None."""
@@ -35,10 +38,11 @@ class Hooks:
     zero, whichever way it takes.
     """
 
-    def __init__(self, model: ModelMap) -> None:
+    def __init__(self, model: ModelMap, root: nn.Module | None = None) -> None:
         self.listener: Listener | None = None
         self.empty = False
-        self._model = model
+        self._model, self._root = model, root
+        self._watched: set[int] = set()
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -53,11 +57,21 @@ class Hooks:
                 module.register_forward_pre_hook(EnterHook(self, layer), prepend=reweighted(module), with_kwargs=True),
                 module.register_forward_hook(LeaveHook(self, layer), prepend=True, with_kwargs=True, always_call=True),
             ]
-        for name, parameter in self._model.parameters.items():
-            self._handles.append(parameter.register_hook(_refuse_stray(weakref.ref(self), name)))
+        if self._root is not None:
+            hook = ApproachHook(self, self._model.layers[self._root])
+            self._handles.append(self._root.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        self.watch(self._model.parameters)
+
+    def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Refuse gradients that arrive at these parameters themselves."""
+        for name, parameter in parameters.items():
+            if id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                self._handles.append(parameter.register_hook(_refuse_stray(weakref.ref(self), name)))
 
     def detach(self) -> None:
         """Take all hooks off."""
+        self._watched.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -100,6 +114,14 @@ class Hook:
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _left_behind, ()
+
+
+class ApproachHook(Hook):
+    """Before all other hooks of a sharded model."""
+
+    def __call__(self, module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        listener = self._hooks.listener
+        return None if listener is None else listener.approach(self._layer, args, kwargs)
 
 
 class EnterHook(Hook):

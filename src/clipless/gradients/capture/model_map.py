@@ -14,9 +14,9 @@ class Layer:
     """A module of the model.
 
     `own` are the trainable parameters that it uses itself, by their path in the module, with their name in the model
-    (the first one if they are shared). `rule` tells their per-sample gradients. `suspect` says that it may have to be
-    refused, depending on its mode; `is_generic` that there is no rule for its kind, and `is_recurrent` that its kernel
-    is taken over.
+    (the first one if they are shared); `sharded` says that they are divided over processes. `rule` tells their per-sample
+    gradients. `suspect` says that it may have to be refused, depending on its mode; `is_generic` that there is no rule for
+    its kind, and `is_recurrent` that its kernel is taken over.
     """
 
     module: nn.Module
@@ -27,12 +27,25 @@ class Layer:
     suspect: bool
     is_generic: bool
     is_recurrent: bool
+    sharded: bool = False
+
+    @property
+    def live(self) -> tuple[nn.Parameter, ...]:
+        """The objects that are in the module in place of `parameters`: others while sharded ones are together."""
+        return tuple(map(self._found, self.own)) if self.sharded else self.parameters
+
+    def _found(self, path: str) -> nn.Parameter:
+        holder, _, local = path.rpartition(".")
+        found = self.module.get_submodule(holder)._parameters[local]
+        assert found is not None
+        return found
 
 
 class ModelMap:
     """All modules of a model, and its trainable parameters by name."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sharded: bool = False) -> None:
+        self.sharded = sharded
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         self.layers: dict[nn.Module, Layer] = {}
@@ -49,12 +62,23 @@ class ModelMap:
                 suspect=may_be_refused(module),
                 is_generic=rule is generic,
                 is_recurrent=isinstance(module, nn.RNNBase) and rule is not generic,
+                sharded=sharded,
             )
 
     @property
     def modules(self) -> list[nn.Module]:
         """All modules."""
         return list(self.layers)
+
+    @property
+    def live(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters as objects that are in the model now."""
+        if not self.sharded:
+            return self.parameters
+        found = {
+            name: p for layer in self.layers.values() for name, p in zip(layer.own.values(), layer.live, strict=True)
+        }
+        return {name: found[name] for name in self.parameters}
 
     @property
     def rules(self) -> dict[str, LayerRule]:

@@ -63,6 +63,9 @@ class Probe:
             while self._frames:
                 self._frames.pop().put_back()
 
+    def approach(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A probe changes nothing."""
+
     def enter(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the shapes that a module is given."""
         refuse_module(layer.module, layer.name)
@@ -73,11 +76,11 @@ class Probe:
         if len(self._frames) == 1 and self._pattern.strays:
             frame.trace_strays(self._model, self._pattern.strays, self)
         if layer.name in self._pattern.by_operation:
-            frame.trace_parameters(self._model.parameters, self)
+            frame.trace_parameters(self)
             return
         if self._pattern.strays:
-            frame.lend_strays(self._pattern.strays, self._model.parameters)
-        for parameter in layer.parameters:
+            frame.lend_strays(self._pattern.strays)
+        for parameter in layer.live:
             if parameter.requires_grad:
                 parameter.requires_grad = False
                 frame.turned_off.append(parameter)
@@ -99,7 +102,7 @@ class Probe:
 
     def _find_strays(self, output: Any) -> None:
         """Note the parameters that the output depends on although their modules' own use of them leaves no trace."""
-        names = {id(parameter): name for name, parameter in self._model.parameters.items()}
+        names = {id(parameter): name for name, parameter in self._model.live.items()}
         leaves = leaves_of(tensor for tensor in differentiable(output) if not isinstance(tensor, Traced))
         self._pattern.layout.strays |= {names[id(leaf)] for leaf in leaves if id(leaf) in names}
 

@@ -5,6 +5,8 @@ computes no weight gradient, and puts a tap on the module's output. A module wit
 traced tensors while it runs, and the operations in which these meet the records are tapped.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,6 +36,7 @@ from clipless.gradients.checks.self_check import SelfCheck
 from clipless.gradients.randomness import cuda_devices, random_state_of, same_random_state
 from clipless.gradients.records import broken_records, is_square, resized
 from clipless.gradients.recurrent.takeover import take_over
+from clipless.gradients.shards import Shards
 from clipless.gradients.trees import Shapes, closed, differentiable, opened, plain_tensors, shapes_of
 
 
@@ -52,17 +55,19 @@ class Recorder:
         receiver: Receiver,
         self_check: SelfCheck,
         watch: StateWatch,
+        shards: Shards | None = None,
     ) -> None:
         self.looks_at_data = False
         self._map, self._hooks, self._receiver, self._self_check = layers, hooks, receiver, self_check
         self._modules, self._rules = layers.modules, layers.rules
-        self._structure, self._watch = StructureWatch(model), watch
+        self._structure, self._watch, self._shards = StructureWatch(model, layers.sharded), watch, shards
         self._stand_ins = StandIns(hooks)
         self._patterns: dict[object, CallPattern] = {}
         self._pattern = CallPattern(self._rules)
         self._frames: list[Frame] = []
         self._calls: dict[str, int] = {}
         self._operations = OperationCounter()
+        self._stands_in = False
         self._entered: tuple[MicroBatch | None, Layer | None] = None, None
         self._forward_pass: ForwardPass | None = None
         self._spare_anchor = torch.zeros((), requires_grad=True)
@@ -79,6 +84,15 @@ class Recorder:
 
     # Around each module.
 
+    def approach(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a sharded model's parameters are put together for its forward, which probes must not interrupt."""
+        if self._receiver.micro is None or not torch.is_grad_enabled() or _recomputing():
+            return None
+        self.restore()
+        changed = self._enter_model(layer, args, kwargs)
+        self._stands_in = changed is not None
+        return changed
+
     def enter(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a module's forward."""
         if layer.suspect:
@@ -87,11 +101,18 @@ class Recorder:
         if frames and frames[0].layer is layer:
             self.restore()  # an earlier pass was interrupted where torch calls no hooks
         armed, inside, changed = torch.is_grad_enabled(), bool(frames) and frames[-1].inside, None
+        stands_in = False
         if armed and not inside and self._receiver.micro is not None:
-            changed = self._enter_model(layer, args, kwargs)
-            args, kwargs = changed or (args, kwargs)
+            if self._shards is None or _recomputing():
+                changed = self._enter_model(layer, args, kwargs)
+                args, kwargs = changed or (args, kwargs)
+                stands_in = changed is not None
+            elif layer.module is self._shards.root:
+                stands_in = self._stands_in
+            else:
+                raise messages.inside_shards(layer.name)
         number = self._calls[layer.name] = self._calls.get(layer.name, 0) + 1
-        frame = Frame(layer, Place(layer.name, number), armed, armed or inside, changed is not None)
+        frame = Frame(layer, Place(layer.name, number), armed, armed or inside, stands_in)
         frames.append(frame)
         if self._pattern.strays and armed:
             self._handle_strays(frame, outermost=not inside)
@@ -124,7 +145,7 @@ class Recorder:
     def _enter_model(self, layer: Layer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """A forward pass begins: find where its records lie. Returns the inputs to take instead for an empty batch: a row
         that no sum will ever see."""
-        micro, recomputing = self._receiver.micro, torch._C._current_graph_task_id() != -1
+        micro, recomputing = self._receiver.micro, _recomputing()
         assert micro is not None
         if recomputing and self._entered[0] is micro:
             again = micro.records == 0 and self._entered[1] is layer
@@ -134,11 +155,12 @@ class Recorder:
         self._entered, self._hooks.empty = (micro, layer), micro.records == 0
         self._structure.refuse_changes()
         inputs, changed = (args, kwargs), None
-        if micro.records == 0:
-            messages.refuse_unfit_inputs(layer.name, inputs, 0)
-            inputs = changed = self._stand_ins.inputs(layer.module, inputs)
-        elif not self._same_pattern(layer, args, kwargs, micro.records):
-            self._find_pattern(layer, inputs, micro.records)
+        with self._probing(layer, inputs, micro.records):
+            if micro.records == 0:
+                messages.refuse_unfit_inputs(layer.name, inputs, 0)
+                inputs = changed = self._stand_ins.inputs(layer.module, inputs)
+            elif not self._same_pattern(layer, args, kwargs, micro.records):
+                self._find_pattern(layer, inputs, micro.records)
         self._calls, self._operations = {}, OperationCounter()
         micro.modes = list(map(TRAINING, self._modules))
         pattern = self._pattern
@@ -147,6 +169,27 @@ class Recorder:
         )
         self._anchor = self._forward_pass.anchor
         return changed
+
+    def _probing(self, layer: Layer, inputs: tuple[Any, Any], records: int) -> AbstractContextManager[object]:
+        """Where a process of a sharded run has yet to learn how its model is called, all have the whole model: they do not
+        run it equally often."""
+        shards = self._shards
+        if shards is None or shards.whole:
+            return nullcontext()
+        key = signature(layer.module, inputs)
+        known = self._stand_ins.knows(key) if records == 0 else key in self._patterns and self._patterns[key].learned
+        return self._whole(shards) if shards.gather_if(not known) else nullcontext()
+
+    @contextmanager
+    def _whole(self, shards: Shards) -> Iterator[None]:
+        """The model was put together: its parameters are watched as the objects they are then."""
+        self._hooks.watch(self._map.live)
+        with shards.together("a forward pass"):
+            yield
+            inner = sorted(set(self._pattern.strays) - set(shards.outer))
+            if inner:
+                self._pattern.forget()
+                raise messages.stray_shard(inner[0])
 
     def _same_pattern(self, layer: Layer, args: Any, kwargs: Any, records: int) -> bool:
         """Whether the model is called with one tensor of floating-point numbers just as in the last pass."""
@@ -178,9 +221,12 @@ class Recorder:
         output of a checked pass."""
         forward_pass, self._forward_pass, self._anchor = self._forward_pass, None, self._spare_anchor
         self._watch.refuse_pass(micro.records)
+        checked = forward_pass is not None and micro.records > 0 and self._self_check.wanted(forward_pass, micro)
+        if self._shards is not None and not self._shards.whole and not _recomputing():
+            self._shards.gather_if(checked)
         if micro.records == 0 and frame.stand_in:
             return resized(output, {k: 0 for k, shape in enumerate(shapes_of(output)) if shape[:1] == (1,)}, 0)
-        if micro.records == 0 or forward_pass is None or not self._self_check.wanted(forward_pass, micro):
+        if not checked or forward_pass is None:
             return output
         shapes = shapes_of(output, floating=True)
         dims = self._pattern.layout.output_dims(frame.place.output(), shapes, micro.records)
@@ -194,7 +240,7 @@ class Recorder:
         records = 0 if micro is None else micro.records
         if records and layer.name in self._pattern.by_operation:
             self._note(frame.place, ())
-            frame.trace_parameters(self._map.parameters, self)
+            frame.trace_parameters(self)
             return
         if records:
             along = self._pattern.single_tensors.get(frame.place)
@@ -206,7 +252,7 @@ class Recorder:
                 self._locate_input(frame, shapes_of((args, kwargs)), records)
             if layer.is_generic:
                 frame.random_state = random_state_of(cuda_devices(layer.module), ())
-        for parameter in layer.parameters:
+        for parameter in layer.live:
             if parameter.requires_grad:
                 parameter.requires_grad = False
                 frame.turned_off.append(parameter)
@@ -220,17 +266,18 @@ class Recorder:
         if outermost and micro is not None and micro.records:
             frame.trace_strays(self._map, strays, self)
         elif outermost and micro is not None:
+            parameters = self._map.live
             for name in strays:
-                if self._map.parameters[name].requires_grad:
-                    self._map.parameters[name].requires_grad = False
-                    frame.turned_off.append(self._map.parameters[name])
+                if parameters[name].requires_grad:
+                    parameters[name].requires_grad = False
+                    frame.turned_off.append(parameters[name])
         if frame.layer.name not in self._pattern.by_operation:
-            frame.lend_strays(strays, self._map.parameters)
+            frame.lend_strays(strays)
 
     def _note(self, place: Place, shapes: Shapes) -> None:
         """One more step of a forward pass."""
         forward_pass = self._forward_pass
-        if forward_pass is not None and torch._C._current_graph_task_id() == -1:
+        if forward_pass is not None and not _recomputing():
             forward_pass.steps.add((forward_pass.last, place, *map(len, shapes)))
             forward_pass.last = place.name
 
@@ -327,7 +374,8 @@ class Recorder:
         wanted = layer.own
         if len(frame.turned_off) < len(wanted):
             off = set(map(id, frame.turned_off))
-            wanted = {local: name for local, name in wanted.items() if id(self._map.parameters[name]) in off}
+            pairs = zip(wanted.items(), layer.live, strict=True)
+            wanted = {local: name for (local, name), parameter in pairs if id(parameter) in off}
         self._count(wanted)
         where = (frame.dims, frame.out_dims)
         call = Call(receiver.call, receiver.micro, self._forward_pass, layer, layer.name, wanted, *where, (), [])
@@ -350,7 +398,7 @@ class Recorder:
             return
         for name in wanted.values():
             micro.uses[name] = micro.uses.get(name, 0) + 1
-        if torch._C._current_graph_task_id() != -1:
+        if _recomputing():
             micro.late = True
             if self._receiver.trial is None:
                 self._receiver.begin()
@@ -405,3 +453,8 @@ class Recorder:
         """The module cannot be taken operation by operation, and the probe did not find it out."""
         self._pattern.forget()
         raise messages.in_place(owner, operation)
+
+
+def _recomputing() -> bool:
+    """Whether a backward pass is running."""
+    return torch._C._current_graph_task_id() != -1

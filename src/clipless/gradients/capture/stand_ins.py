@@ -31,6 +31,10 @@ class StandIns:
         self._hooks = hooks
         self._fills: dict[object, tuple[int, bool]] = {}
 
+    def knows(self, pattern: object) -> bool:
+        """Whether it is known which record this pattern of calling takes."""
+        return pattern in self._fills
+
     def inputs(self, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         """The inputs with that record; zeros if the model can be run on none, so that its own error shows."""
         reading, pattern = next(readings(inputs, 0), {}), signature(module, inputs)

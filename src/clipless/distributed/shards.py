@@ -1,0 +1,160 @@
+"""Models sharded by FSDP2, `torch.distributed.fsdp.fully_shard`: parameters are DTensors, put together where a module runs.
+
+FSDP2's own reduction stays idle, because taps turn every parameter off while its module runs: no gradient ever arrives at a
+parameter. Clipped sums go to the ranks that hold the parameters' parts by a reduce-scatter of our own, in one order.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from clipless.distributed.ranks import BUCKET, Alone, Ranks
+from clipless.errors import Misuse
+
+HOW = (
+    "call fully_shard on blocks of the model and then on the model itself, in one group of all ranks, and build the "
+    "optimizer after that (docs/distributed.md)."
+)
+
+
+def is_sharded(model: object) -> bool:
+    """Whether any parameter of the model is a DTensor."""
+    return isinstance(model, nn.Module) and any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def refuse_shards(model: nn.Module, group: object) -> None:
+    """Refuse what is sharded in another way than over the ranks of the group along the first dimension."""
+    if group is False:
+        raise Misuse(
+            "the model is sharded over processes, and group=False says that this one trains alone: leave group unset."
+        )
+    if not isinstance(model, FSDPModule):
+        raise Misuse(f"parts of the model are sharded, and the model itself is not: {HOW}")
+    members = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD)
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            if parameter.requires_grad:
+                raise Misuse(
+                    f"parameter {name!r} is not sharded, and others are: {HOW} Only frozen parameters may be ignored_params."
+                )
+            continue
+        if parameter.placements != (Shard(0),) or parameter.device_mesh.mesh.tolist() != members:
+            raise Misuse(
+                f"parameter {name!r} is placed as {parameter.placements} on the ranks "
+                f"{parameter.device_mesh.mesh.tolist()}, and only shards of the first dimension over the ranks that train "
+                f"together ({members}) are supported, without replication or tensor parallelism: {HOW}"
+            )
+    if any(shard.offload_to_cpu for state in _states(model) for shard in _parameters_of(state)):
+        raise Misuse("fully_shard with an offload_policy is not supported: leave the parameters on their devices.")
+
+
+class Sharded:
+    """The shards of a model, as the engine uses them (`clipless.gradients.shards.Shards`)."""
+
+    def __init__(self, model: nn.Module, ranks: Alone | Ranks) -> None:
+        assert isinstance(model, FSDPModule)
+        self.root: Any = model
+        self.whole = False
+        self._ranks, self._states = ranks, _states(model)
+        self.root._get_fsdp_state()._lazy_init()
+        self.divide()
+        self._parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        outer = _parameters_of(self.root._get_fsdp_state())
+        self.outer = frozenset(names[id(shard.sharded_param)] for shard in outer if id(shard.sharded_param) in names)
+
+    def gather_if(self, wanted: bool) -> bool:
+        """Put the model together on every rank if any wants that. Returns whether it is whole now."""
+        if not self.whole and self._ranks.any(wanted):
+            self.whole = True
+            for state in self._states:
+                for group in state._fsdp_param_groups:
+                    vars(group)["reshard"] = _stay_together
+                for module in state._modules[:1]:
+                    module.unshard()
+        return self.whole
+
+    def divide(self) -> None:
+        """Every rank has its shards only; what an interrupted pass, or passes without a backward pass, left is cleared."""
+        self.whole = False
+        for state in self._states:
+            for group in state._fsdp_param_groups:
+                vars(group).pop("reshard", None)
+        self.root.reset_iter_state()
+
+    def together(self, what: str) -> AbstractContextManager[object]:
+        return self._ranks.together(what)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of this rank's part of a parameter."""
+        return tuple(self._parameters[name].to_local().shape)
+
+    def places(self) -> list[int]:
+        """Where this rank's part of each parameter begins, were all parameters laid end to end."""
+        found, start = [], 0
+        for parameter in self._parameters.values():
+            rows, width = len(parameter), parameter.numel() // max(1, len(parameter))
+            found.append(start + min(self._ranks.rank * _share(rows, self._ranks.size), rows) * width)
+            start += parameter.numel()
+        return found
+
+    def scattered(self, sums: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of every sum, added up over the ranks; sums are sent in buckets."""
+        waiting: list[tuple[str, Tensor]] = []
+        for name, total in sums:
+            if waiting and (
+                total.dtype != waiting[0][1].dtype or sum(t.nbytes for _, t in waiting) + total.nbytes > BUCKET
+            ):
+                yield from self._sent(waiting)
+                waiting.clear()
+            waiting.append((name, total))
+        if waiting:
+            yield from self._sent(waiting)
+
+    def _sent(self, sums: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        size = self._ranks.size
+        widths = [_share(len(total), size) * (total.numel() // max(1, len(total))) for _, total in sums]
+        flat = sums[0][1].new_zeros(size, sum(widths))
+        for columns, (_, total), width in zip(flat.split(widths, dim=1), sums, widths, strict=True):
+            for row, part in zip(columns, total.view(-1).split(max(1, width)), strict=False):
+                row[: len(part)] = part
+        own = self._ranks.scatter(flat)
+        for part, (name, _) in zip(own.split(widths), sums, strict=True):
+            shape = self.shape(name)
+            yield name, part[: torch.Size(shape).numel()].view(shape)
+
+    def placed(self, name: str, part: Tensor) -> Tensor:
+        """A rank's part of a gradient as the DTensor that belongs to the parameter."""
+        whole = self._parameters[name]
+        return DTensor.from_local(
+            part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+
+def _share(rows: int, size: int) -> int:
+    """How many rows the first ranks hold."""
+    return -(-rows // size)
+
+
+def _stay_together() -> None:
+    """In place of a group's `reshard` while the model is whole."""
+
+
+def _states(model: nn.Module) -> list[Any]:
+    """What FSDP2 keeps for each call of fully_shard."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            found[id(state)] = state
+    return list(found.values())
+
+
+def _parameters_of(state: Any) -> list[Any]:
+    return [shard for group in state._fsdp_param_groups for shard in group.fsdp_params]

@@ -1,0 +1,40 @@
+"""A model whose parameters are divided over processes, as the engine sees it."""
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class Shards(Protocol):
+    """The parameters of `root`, divided over processes. A module's own are put together while it runs.
+
+    All processes call the same methods in the same order. While the model is `whole` on all of them, running it any number
+    of times takes no communication; what a process does then is its own affair. `outer` are the names of the parameters
+    that are together all through a call of `root`.
+    """
+
+    @property
+    def root(self) -> nn.Module: ...
+
+    @property
+    def whole(self) -> bool: ...
+
+    @property
+    def outer(self) -> Collection[str]: ...
+
+    def gather_if(self, wanted: bool) -> bool:
+        """Put the model together on every process if any of them wants that. Returns whether it is whole now."""
+
+    def divide(self) -> None:
+        """End the whole model, and whatever an interrupted pass has left."""
+
+    def together(self, what: str) -> AbstractContextManager[object]:
+        """What is done inside succeeds on every process, or raises on every one."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of this process's part of a parameter."""
+
+    def scattered(self, sums: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """This process's part of every sum, added up over the processes. All have the same names in the same order."""
