@@ -1,6 +1,5 @@
 """make_private: the one place where the parts meet, and one private step from top to bottom."""
 
-import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from clipless import refusals
-from clipless.accounting import StepEvent
 from clipless.clipping import Clipping, as_clipping
 from clipless.closures import Arguments, within_own_step
 from clipless.distributed import Alone, Idle, Ranks, Sharded, facts, is_sharded, on_every_rank, ranks_of, unwrapped
@@ -23,7 +21,6 @@ from clipless.noise import NoiseSource, chosen_noise, noise_source
 from clipless.partition import partition
 from clipless.plan import PrivacyPlan, make_plan
 from clipless.preflight import refuse_unsound
-from clipless.runs.fingerprint import fingerprint
 from clipless.sampling.fetching import Fetcher, fetcher, source_of
 from clipless.sampling.loader import Batch, PoissonSampler, PrivateLoader
 from clipless.saved_run import SavedRun
@@ -127,8 +124,8 @@ class Private(SavedRun):
         idle: Idle,
         sharded: bool,
     ) -> None:
-        super().__init__(model, optimizer, plan, source, ranks)
-        self._idle, self._shards = idle, Sharded(model, ranks) if sharded else None
+        super().__init__(model, optimizer, plan, source, ranks, Sharded(model, ranks) if sharded else None)
+        self._idle = idle
         self._allow_overspend, self._guard = (
             allow_overspend,
             Guard(model, optimizer, None if group is None and ranks.size == 1 else False),
@@ -153,11 +150,6 @@ class Private(SavedRun):
     def epochs(self) -> int:
         """Passes over `loader` in the plan."""
         return self.plan.steps // self.plan.steps_per_pass
-
-    @property
-    def steps_taken(self) -> int:
-        """Steps behind the present weights: all that are recorded, less those that a resumed run has yet to repeat."""
-        return self.ledger.steps - (self._journal.pending if self._journal else 0)
 
     def detach(self) -> None:
         """Remove every hook and erase the keys of the noise: model and optimizer are ordinary again, and no longer private.
@@ -297,16 +289,3 @@ class Private(SavedRun):
             return None
         (noised,) = self._source.release("statistic", step, [statistic], [self.plan.statistic_multiplier])
         return noised
-
-    def _record(self, event: StepEvent, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> None:
-        """Write the step down, on disk if there is a ledger file. A repeated step must be the one written there."""
-        if self._journal or self._ranks.size > 1:
-            released = fingerprint([*gradients.values(), *([] if statistic is None else [statistic])])
-            if self._shards:
-                released = hashlib.sha256("".join(self._ranks.gathered(released)).encode()).hexdigest()[:32]
-            if self._ranks.size > 1:
-                state = f"{released} {fingerprint([self._thresholds])}"
-                self._ranks.same(f"the release of step {self.steps_taken + 1}", state)
-            if self._journal and not self._journal.record(event, released):
-                return
-        self.ledger.record(event)

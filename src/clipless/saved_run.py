@@ -1,5 +1,7 @@
 """The state of a private run, in memory and on disk: what changes from step to step, how it is saved and gone on from."""
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,11 +10,12 @@ from torch.optim import Optimizer
 
 from clipless import refusals
 from clipless.accounting import Ledger, Spent, StepEvent
-from clipless.distributed import Alone, Ranks
+from clipless.distributed import Alone, Ranks, Sharded
 from clipless.errors import Misuse, RankFailed
 from clipless.noise import NoiseSource
 from clipless.plan import PrivacyPlan
 from clipless.runs.checkpoint import capture, random_states, read_checkpoint
+from clipless.runs.fingerprint import fingerprint
 from clipless.runs.followed import FollowedJournal
 from clipless.runs.journal import Journal
 from clipless.sampling.loader import Batch, PrivateLoader
@@ -42,11 +45,13 @@ class SavedRun(refusals.Whole):
         plan: PrivacyPlan,
         source: NoiseSource,
         ranks: Alone | Ranks,
+        shards: Sharded | None,
     ) -> None:
         self.plan = plan
         self.ledger = Ledger()
         self.history = History()
         self._model, self._optimizer, self._source, self._ranks = model, optimizer, source, ranks
+        self._shards = shards
         self._batch: Batch | None = None
         self._journal: Journal | FollowedJournal | None = None
         self._handles: list[Removable] = []
@@ -58,6 +63,11 @@ class SavedRun(refusals.Whole):
     def _set_policy(self, state: State) -> None:
         self._policy_state, self._thresholds = state, self.plan.clipping.policy.thresholds(state)
         self._noise = None
+
+    @property
+    def steps_taken(self) -> int:
+        """Steps behind the present weights: all that are recorded, less those that a resumed run has yet to repeat."""
+        return self.ledger.steps - (self._journal.pending if self._journal else 0)
 
     @property
     def ledger_file(self) -> dict[str, Any] | None:
@@ -74,6 +84,18 @@ class SavedRun(refusals.Whole):
     def spent(self) -> Spent:
         """The privacy spent so far, computed from the events in the ledger."""
         return self.ledger.spent(self.plan.delta, self.plan.accountant)
+
+    def _record(self, event: StepEvent, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> None:
+        """Write the step down, on disk if there is a ledger file. A repeated step must be the one written there."""
+        if self._journal or self._ranks.size > 1:
+            where, shared = f"the release of step {self.steps_taken + 1}", [] if statistic is None else [statistic]
+            released = fingerprint([*gradients.values(), *shared])
+            if self._shards and self._ranks.size > 1:  # of every rank's part, in their order
+                released = hashlib.sha256("".join(self._ranks.told(where, released)).encode()).hexdigest()[:32]
+            self._ranks.same(where, f"{released} {fingerprint([self._thresholds, *shared])}")
+            if self._journal and not self._journal.record(event, released):
+                return
+        self.ledger.record(event)
 
     def save_to(self, path: str | Path) -> None:
         """From now on write every event to this ledger file, which must not exist yet, before its result can be seen.

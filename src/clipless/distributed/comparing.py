@@ -21,8 +21,8 @@ PLAIN = (bool, int, float, str, tuple, list, Tensor, type(None))
 def facts(
     model: nn.Module, optimizer: Optimizer, plan: Mapping[str, object], seed: int | None, **settings: object
 ) -> dict[str, str]:
-    """Versions, plan, settings, optimizer, and the model: its parameters and buffers, their types, and the contents of what is
-    not sharded. The seed is told by its digest alone."""
+    """Versions, plan, settings, optimizer, and the model: its parameters and buffers, their types, and the contents of what
+    is not sharded. The seed is told by its digest alone."""
     found = {
         "the version of clipless": clipless.__version__,
         "the version of torch": torch.__version__,

@@ -71,7 +71,10 @@ def on_every_rank(ranks: Alone | Ranks, make: Callable[[], T]) -> T:
 
 
 def broadcast_weights(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank the first rank's parameters and buffers. Call it on every rank, before make_private."""
+    """Give every rank the first rank's parameters and buffers. Call it on every rank, before make_private and before
+    fully_shard."""
+    if is_sharded(model):
+        raise Misuse("the model is sharded: every rank has a part of the weights, and no two have the same ones.")
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), group=group, group_src=0)

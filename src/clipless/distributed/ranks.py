@@ -44,6 +44,9 @@ class Alone:
     def same(self, what: str, value: str) -> None:
         pass
 
+    def told(self, what: str, value: str) -> list[str]:
+        return [value]
+
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         pass
 
@@ -102,7 +105,15 @@ class Ranks:
 
     def same(self, what: str, value: str) -> None:
         """Raises unless all ranks have the same value."""
-        self._agree(what, value=value)
+        if len(set(self.told(what, value))) > 1:
+            raise RankFailed(
+                f"the ranks do not have the same at {what}, though they began with the same: nothing was released to the "
+                "optimizer. Look for code or settings that depend on the rank, and resume from a checkpoint."
+            )
+
+    def told(self, what: str, value: str) -> list[str]:
+        """Every rank's value, a short text. Unlike `gathered` it may be used where others may fail: they tell it here."""
+        return self._exchanged(what, value=value)
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks, the same bits on each."""
@@ -157,20 +168,24 @@ class Ranks:
                         "clipless.broadcast_weights(model), or by DistributedDataParallel around the model."
                     )
 
-    def _agree(self, what: str, failure: str = "", value: str = "") -> None:
+    def _agree(self, what: str, failure: str = "") -> None:
         """Tell the others what this rank does and whether that failed, and hear the same from them."""
+        self._exchanged(what, failure)
+
+    def _exchanged(self, what: str, failure: str = "", value: str = "") -> list[str]:
+        """Every rank's value, if all are doing the same and none has failed. Returns nothing to one that has."""
         plain = " ".join(failure.encode("ascii", "replace").decode().split())[:MOST_TOLD]
         own = json.dumps([what, plain, value]).encode().ljust(MESSAGE)
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._device)
         messages = torch.empty(self.size, MESSAGE, dtype=torch.uint8, device=self._device)
         with self._reaching(what):
             dist.all_gather(list(messages.unbind()), mine, group=self._group)
-        if not failure and not bool((messages != mine).any()):
-            return
+        if failure:
+            return []
+        if not bool((messages != mine).any()):
+            return [value] * self.size
         said = [json.loads(bytes(message.tolist())) for message in messages]
         failed = [f"rank {rank}: {theirs}" for rank, (_, theirs, _) in enumerate(said) if theirs]
-        if failure:
-            return
         if failed:
             raise RankFailed(f"another rank could not go on at {said[0][0]}, so none does ({'; '.join(failed)}).")
         if len({theirs for theirs, _, _ in said}) > 1:
@@ -178,10 +193,7 @@ class Ranks:
             raise RankFailed(
                 f"the ranks do not do the same: {doing}. Run the same loop and make the same calls on every rank."
             )
-        raise RankFailed(
-            f"the ranks do not have the same at {what}, though they began with the same: nothing was released to the "
-            "optimizer. Look for code or settings that depend on the rank, and resume from a checkpoint."
-        )
+        return [theirs for _, _, theirs in said]
 
     @contextmanager
     def _reaching(self, what: str) -> Iterator[None]:
