@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from clipless import refusals
 from clipless.clipping import Clipping, as_clipping
 from clipless.closures import Arguments, within_own_step
-from clipless.distributed import Alone, Idle, Ranks, Sharded, facts, is_sharded, on_every_rank, ranks_of, unwrapped
+from clipless.distributed import Alone, Idle, Ranks, facts, is_sharded, on_every_rank, ranks_of, shards_of, unwrapped
 from clipless.errors import InvalidType, Misuse
 from clipless.foreign import names_answered
 from clipless.gradients import Engine, Kernels
@@ -98,12 +98,11 @@ def make_private(
     if ranks.size > 1:
         ranks.refuse_differences(lambda: facts(model, optimizer, plan.to_dict(), seed, allow_overspend=allow_overspend))
         source.load_state_dict(ranks.shared(source.state_dict()))
-    sharded = is_sharded(model)
-    ranks = ranks.apart() if sharded else ranks
+    ranks = ranks.apart() if is_sharded(model) else ranks
     fetch, kernels = fetcher(data, settings), kernels or Kernels()
     return on_every_rank(
         ranks,
-        lambda: Private(model, optimizer, plan, fetch, source, kernels, allow_overspend, group, ranks, idle, sharded),
+        lambda: Private(model, optimizer, plan, fetch, source, kernels, allow_overspend, group, ranks, idle),
     )
 
 
@@ -122,9 +121,8 @@ class Private(SavedRun):
         group: object,
         ranks: Alone | Ranks,
         idle: Idle,
-        sharded: bool,
     ) -> None:
-        super().__init__(model, optimizer, plan, source, ranks, Sharded(model, ranks) if sharded else None)
+        super().__init__(model, optimizer, plan, source, ranks, shards_of(model, ranks))
         self._idle = idle
         self._allow_overspend, self._guard = (
             allow_overspend,
@@ -142,7 +140,9 @@ class Private(SavedRun):
             shards=self._shards,
         )
         share = (ranks.rank, ranks.size)
-        sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=share, in_step=sharded)
+        sampler = PoissonSampler(
+            source, plan.dataset_size, plan.sample_rate, share=share, in_step=self._shards is not None
+        )
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
         self._attach()
 

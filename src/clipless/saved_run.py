@@ -3,14 +3,14 @@
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from clipless import refusals
 from clipless.accounting import Ledger, Spent, StepEvent
-from clipless.distributed import Alone, Ranks, Sharded
+from clipless.distributed import Alone, Ranks
 from clipless.errors import Misuse, RankFailed
 from clipless.noise import NoiseSource
 from clipless.plan import PrivacyPlan
@@ -18,9 +18,14 @@ from clipless.runs.checkpoint import capture, random_states, read_checkpoint
 from clipless.runs.fingerprint import fingerprint
 from clipless.runs.followed import FollowedJournal
 from clipless.runs.journal import Journal
+from clipless.runs.shard_folder import refuse_damaged_shards, remove_old_shards
 from clipless.sampling.loader import Batch, PrivateLoader
 from clipless.thresholds.history import History
 from clipless.thresholds.policy import State
+
+if TYPE_CHECKING:
+    from clipless.distributed.saving import States
+    from clipless.distributed.shards import Sharded
 
 
 class Removable(Protocol):
@@ -45,7 +50,7 @@ class SavedRun(refusals.Whole):
         plan: PrivacyPlan,
         source: NoiseSource,
         ranks: Alone | Ranks,
-        shards: Sharded | None,
+        shards: "Sharded | None",
     ) -> None:
         self.plan = plan
         self.ledger = Ledger()
@@ -120,7 +125,8 @@ class SavedRun(refusals.Whole):
         return Journal.create(path, plan.delta, plan.accountant, plan.planned(), plan.to_dict(), self.ledger)
 
     def save_checkpoint(self, path: str | Path, extra: Any = None) -> None:
-        """Write weights, optimizer, random states, `extra` and the run's state to one file, in one move.
+        """Write weights, optimizer, random states, `extra` and the run's state to one file, in one move; before that,
+        sharded tensors to a folder beside it.
 
         `extra` may hold tensors and plain values, such as a scheduler's state_dict(). The file holds the key of all later
         noise: keep it as secret as the data, and remove it when the run has ended. Needs a ledger on disk (`save_to`),
@@ -131,12 +137,22 @@ class SavedRun(refusals.Whole):
                 raise Misuse(
                     "a checkpoint needs its ledger on disk: call save_to(path) first, and save before detach()."
                 )
-            state = self.state_dict()
+            state, place = self.state_dict(), Path(path)
+            states = self._model.state_dict(), self._optimizer.state_dict()
         _, *others = self._ranks.gathered(random_states())
+        states, shards = self._saved_shards(place, states)
         with self._ranks.together("save_checkpoint"):
             if isinstance(self._journal, Journal):
-                saved = capture(Path(path), self._journal, self._model, self._optimizer, state, extra, others)
-                saved.write(Path(path))
+                capture(place, self._journal, self._optimizer, states, state, extra, others, shards).write(place)
+                remove_old_shards(place, kept=shards)
+
+    def _saved_shards(self, path: Path, states: "States") -> tuple["States", dict[str, Any] | None]:
+        """What is left of the states once the sharded tensors are on disk, and what the checkpoint says of them."""
+        if self._shards is None:
+            return states, None
+        from clipless.distributed.saving import save_shards
+
+        return save_shards(path, states, self._ranks)
 
     def load_checkpoint(self, path: str | Path, *, ledger: str | Path | None = None, reseed: bool = False) -> Any:
         """Go on from a checkpoint, in a fresh `make_private` with the same arguments, and return its `extra`.
@@ -153,10 +169,16 @@ class SavedRun(refusals.Whole):
             refusals.refuse_other_plan(saved.private, self.plan.to_dict())
             saved.refuse_unfit(self._model, self._optimizer)
             where = saved.ledger_path(Path(path)) if ledger is None else Path(ledger)
+            if saved.shards:
+                refuse_damaged_shards(saved.shards, Path(path), ranks.rank, ranks.size)
         ranks.same("load_checkpoint", f"{saved.position} {saved.head}")
         with ranks.together("load_checkpoint"):
             if ranks.rank == 0:
                 journal, found = Journal.resume(where, saved.run, saved.position, saved.head)
+            if saved.shards or self._shards:
+                from clipless.distributed.saving import placed_as
+
+                saved = placed_as(saved, Path(path), self._model, self._optimizer)
         saved.restore(self._model, self._optimizer, ranks.rank)
         self.load_state_dict(saved.private)
         with ranks.together("load_checkpoint"):

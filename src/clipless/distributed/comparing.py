@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import clipless
@@ -42,8 +41,9 @@ def facts(
         for name, tensor in tensors:
             trained = ", trainable" if tensor.requires_grad else ""
             found[f"{kind} {name!r}"] = f"{tuple(tensor.shape)} of {tensor.dtype}{trained}"
-            if isinstance(tensor, DTensor):  # every rank has another part of it
-                found[f"the placement of {kind} {name!r}"] = f"{tensor.placements} on {tensor.device_mesh}"
+            spec = getattr(tensor, "_spec", None)
+            if spec is not None:  # sharded: every rank has another part of it
+                found[f"the placement of {kind} {name!r}"] = f"{spec.placements} on {spec.mesh}"
             else:
                 found[f"the content of {kind} {name!r}"] = fingerprint([tensor])
     return found

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from clipless.distributed.ranks import Alone, Ranks
-from clipless.distributed.shards import is_sharded, refuse_shards
 from clipless.errors import InvalidArgument, InvalidType, Misuse
 from clipless.processes import refuse_other_processes
+
+if TYPE_CHECKING:
+    from clipless.distributed.shards import Sharded
 
 
 def ranks_of(group: object) -> Alone | Ranks:
@@ -42,10 +44,26 @@ def unwrapped(model: Any, group: object) -> tuple[Any, "Idle"]:
     if is_sharded(inside):
         if ddp is not None:
             raise Misuse("a sharded model is wrapped in DistributedDataParallel: give make_private the model inside.")
+        from clipless.distributed.shards import refuse_shards
+
         refuse_shards(inside, group)
     if ddp is not None:
         _refuse_settings(ddp, group)
     return inside, Idle(ddp)
+
+
+def is_sharded(model: object) -> bool:
+    """Whether any parameter of the model is a DTensor. Asked by name: importing that class takes half a second."""
+    return isinstance(model, nn.Module) and any(type(p).__name__ == "DTensor" for p in model.parameters())
+
+
+def shards_of(model: nn.Module, ranks: Alone | Ranks) -> "Sharded | None":
+    """The shards of a sharded model."""
+    if not is_sharded(model):
+        return None
+    from clipless.distributed.shards import Sharded
+
+    return Sharded(model, ranks)
 
 
 class Detachable(Protocol):

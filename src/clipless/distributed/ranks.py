@@ -62,6 +62,10 @@ class Alone:
     def apart(self) -> "Alone":
         return self
 
+    @contextmanager
+    def reaching(self, what: str) -> Iterator[None]:
+        yield None
+
 
 class Ranks:
     """The processes of a torch.distributed group. All of them call the same methods in the same order.
@@ -194,6 +198,12 @@ class Ranks:
                 f"the ranks do not do the same: {doing}. Run the same loop and make the same calls on every rank."
             )
         return [theirs for _, _, theirs in said]
+
+    @contextmanager
+    def reaching(self, what: str) -> Iterator[dist.ProcessGroup]:
+        """The group, for calls of torch that use it themselves."""
+        with self._reaching(what):
+            yield self._group
 
     @contextmanager
     def _reaching(self, what: str) -> Iterator[None]:

@@ -23,11 +23,6 @@ HOW = (
 )
 
 
-def is_sharded(model: object) -> bool:
-    """Whether any parameter of the model is a DTensor."""
-    return isinstance(model, nn.Module) and any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
 def refuse_shards(model: nn.Module, group: object) -> None:
     """Refuse what is sharded in another way than over the ranks of the group along the first dimension."""
     if group is False:
@@ -131,10 +126,19 @@ class Sharded:
 
     def placed(self, name: str, part: Tensor) -> Tensor:
         """A rank's part of a gradient as the DTensor that belongs to the parameter."""
-        whole = self._parameters[name]
-        return DTensor.from_local(
-            part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        return _as_part(part, self._parameters[name])
+
+
+def local_rows(whole: Tensor, like: DTensor) -> DTensor:
+    """A whole tensor divided as the sharded one is."""
+    rows = len(like.to_local())
+    first = min(like.device_mesh.get_local_rank() * _share(len(whole), like.device_mesh.size()), len(whole))
+    return _as_part(whole[first : first + rows].to(like.device, copy=True), like)
+
+
+def _as_part(part: Tensor, like: DTensor) -> DTensor:
+    shape, stride = like.shape, like.stride()
+    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _share(rows: int, size: int) -> int:
