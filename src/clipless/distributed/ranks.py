@@ -149,11 +149,14 @@ class Ranks:
 
     def apart(self) -> "Ranks":
         """The same ranks in a group of their own, in which nobody else sends anything: what ranks say to each other is never
-        taken for what FSDP2 sends. It is made once, since torch does not tell a new one from one that was destroyed."""
+        taken for what FSDP2 sends, even after a failure. Torch makes one of all ranks of the world only, and does not tell
+        a new one from one that was destroyed, so it is made once; a sub-group stays as it is."""
+        members = dist.get_process_group_ranks(self._group)
+        if len(members) < dist.get_world_size():
+            return self
         if self._group not in _APART:
             options = self._group._get_backend(self._device).options
-            members = dist.get_process_group_ranks(self._group)
-            _APART[self._group] = dist.new_group(members, options._timeout, use_local_synchronization=True)
+            _APART[self._group] = dist.new_group(members, options._timeout)
         return Ranks(_APART[self._group])
 
     def refuse_differences(self, facts: Callable[[], Mapping[str, str]]) -> None:

@@ -3,6 +3,7 @@ what is its part then."""
 
 import pickle
 import secrets
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,8 @@ def placed_as(saved: Checkpoint, path: Path, model: nn.Module, optimizer: Optimi
     changed, changed_optimizer = _changed((saved.model, saved.optimizer), place)
     if wanted and saved.shards is not None:
         try:
-            load(wanted, storage_reader=_Reader(path.with_name(saved.shards["folder"])), no_dist=True)
+            with warnings.catch_warnings(action="ignore"):  # of reading without the other ranks
+                load(wanted, storage_reader=_Reader(path.with_name(saved.shards["folder"])), no_dist=True)
         except CheckpointException as failure:
             raise DamagedFile(f"the shards of {path} cannot be read ({failure}). Use an earlier copy.") from failure
     return replace(saved, model=changed, optimizer=changed_optimizer)

@@ -14,7 +14,7 @@ from clipless.gradients.checks.self_check import SelfCheck
 from clipless.gradients.forms import forget
 from clipless.gradients.kernels import Kernels
 from clipless.gradients.records import written
-from clipless.gradients.shards import Shards
+from clipless.gradients.shards import Shards, refuse_sharded
 from clipless.gradients.sums import ClippedSums, Factors, Observe
 from clipless.partition import Partition
 
@@ -41,7 +41,7 @@ class Engine:
         shards: Shards | None = None,
     ) -> None:
         if shards is None:
-            _refuse_sharded(model)
+            refuse_sharded(model)
         layers, self._shards = ModelMap(model, sharded=shards is not None), shards
         self._map = layers
         self.parameters, self.modules = layers.parameters, layers.modules
@@ -141,13 +141,3 @@ def _refuse_losses(losses: object, micro: MicroBatch | None) -> None:
         raise Misuse(
             "the losses have no gradient: compute them from the model's output, without no_grad() or detach()."
         )
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    """Refuse a model of which this process has a part only."""
-    for name, parameter in model.named_parameters():
-        if parameter.__class__.__name__ == "DTensor":
-            raise Misuse(
-                f"parameter {name!r} is sharded over processes (DTensor): check the model, and compute clipped sums of it, "
-                "before fully_shard."
-            )

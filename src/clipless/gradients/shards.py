@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from clipless.errors import Misuse
+
 
 class Shards(Protocol):
     """The parameters of `root`, divided over processes. A module's own are put together while it runs.
@@ -38,3 +40,13 @@ class Shards(Protocol):
 
     def scattered(self, sums: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """This process's part of every sum, added up over the processes. All have the same names in the same order."""
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse a model of which this process has a part only."""
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise Misuse(
+                f"parameter {name!r} is sharded over processes (DTensor): check the model, and compute clipped sums of it, "
+                "before fully_shard."
+            )

@@ -18,6 +18,7 @@ from clipless.errors import CliplessError, InvalidArgument, InvalidType
 from clipless.gradients.capture.watch import watched_buffers
 from clipless.gradients.clipped_sum import clipped_sum, count_records
 from clipless.gradients.randomness import random_state_kept
+from clipless.gradients.shards import refuse_sharded
 from clipless.partition import partition
 from clipless.plan import sensitivity
 from clipless.preflight.handling import HandledBy, observe_rules, registered
@@ -48,6 +49,7 @@ def check(
     (True, [('weight', 'linear'), ('bias', 'linear')])
     """
     how = as_clipping(clipping)
+    refuse_sharded(model)
     loss_fn = _spread(loss_fn, named("loss_reduction", loss_reduction, {"mean": True, "sum": False}))
     groups = partition(how.groups, [name for name, p in model.named_parameters() if p.requires_grad])
     bound = float(sensitivity(how.start(len(groups))))
