@@ -233,6 +233,7 @@ class Private(SavedRun):
         if self._batch is None and within_own_step(optimizer):
             return None
         step = self.steps_taken
+        self._engine.refuse_missed()
         with self._ranks.together(f"step {step + 1}"):
             self.steps_left()
             arguments = self._guard.before_step(args, kwargs)

@@ -136,6 +136,7 @@ def one_world(group: Any, folder: Path) -> dict[str, Any]:
         "plain again": plain_after(group),
         "refused": refusals(group),
         "again": again(group),
+        "missed": missed(group),
         "saved": saved(folder, group),
     }
 
@@ -225,6 +226,17 @@ def refusals(group: Any) -> dict[str, str]:
         "inside": inside,
         "stray": stray,
     }
+
+
+def missed(group: Any) -> dict[str, str]:
+    """Ranks that leave out backward(), or a whole part."""
+    model, optimizer, private = begin(sharded(network(), group), steps=3, group=group)
+    parts = next(iter(private.loader.microbatches(1)))
+    model(next(parts)[0])
+    next_part = refused(lambda: next(parts))
+    step = refused(optimizer.step)
+    private.detach()
+    return {"next part": next_part, "step": step}
 
 
 def again(group: Any) -> dict[str, Any]:

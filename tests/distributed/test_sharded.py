@@ -158,6 +158,13 @@ def test_a_pass_that_failed_is_repeated(pair: Any) -> None:
         assert distance(rank["gradients"], alone["gradients"][0]) < 1e-6
 
 
+def test_parts_that_were_left_out_are_named(pair: Any) -> None:
+    """At once, and not when the others have waited long enough."""
+    for rank in pair:
+        for refusal in rank["missed"].values():
+            assert refusal.startswith("Misuse: a part of the batch did not go through the model and backward()")
+
+
 def test_a_rank_that_is_killed_stops_the_others(ranks: Any) -> None:
     assert "killed" not in ranks[2]
     left = ranks[0]["killed"]

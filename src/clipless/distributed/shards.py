@@ -45,6 +45,8 @@ def refuse_shards(model: nn.Module, group: object) -> None:
                 f"{parameter.device_mesh.mesh.tolist()}, and only shards of the first dimension over the ranks that train "
                 f"together ({members}) are supported, without replication or tensor parallelism: {HOW}"
             )
+    if any(group._use_post_forward_mesh for state in _states(model) for group in state._fsdp_param_groups):
+        raise Misuse("fully_shard with a number for reshard_after_forward is not supported: take True or False.")
     if any(shard.offload_to_cpu for state in _states(model) for shard in _parameters_of(state)):
         raise Misuse("fully_shard with an offload_policy is not supported: leave the parameters on their devices.")
 

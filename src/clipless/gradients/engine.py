@@ -91,6 +91,7 @@ class Engine:
 
     def open(self, records: int, averaged: bool) -> None:
         """The next forward and backward pass is on so many records, by whose number an `averaged` loss divides."""
+        self.refuse_missed()
         due = self._self_check.due(records)
         self.receiver.open(MicroBatch(records, averaged, float(records) if averaged else 1.0, due))
         self._recorder.restore()
@@ -112,6 +113,17 @@ class Engine:
             if micro.check is not None:
                 micro.check.seed_losses(losses)
         losses.backward(torch.ones_like(losses))
+
+    def refuse_missed(self) -> None:
+        """Raise if the open micro-batch of a sharded model did not go through forward and backward. The other processes wait
+        for that, and hear of it when this one ends."""
+        micro = self.receiver.micro
+        if self._shards is not None and micro is not None and not micro.done:
+            raise Misuse(
+                "a part of the batch did not go through the model and backward(): the other ranks of a sharded model wait "
+                "for that. Run every part that private.loader hands out, empty ones as well, on every rank. If you did, the "
+                "losses do not depend on the model's output."
+            )
 
     def refuse_unsound(self) -> int:
         """Raise if the batch has written into the model, or if a check finds a gradient lost or outputs that depend on other

@@ -186,10 +186,6 @@ class Recorder:
         self._hooks.watch(self._map.live)
         with shards.together("a forward pass"):
             yield
-            inner = sorted(set(self._pattern.strays) - set(shards.outer))
-            if inner:
-                self._pattern.forget()
-                raise messages.stray_shard(inner[0])
 
     def _same_pattern(self, layer: Layer, args: Any, kwargs: Any, records: int) -> bool:
         """Whether the model is called with one tensor of floating-point numbers just as in the last pass."""
@@ -210,6 +206,10 @@ class Recorder:
         if not pattern.learned:
             learn_pattern(pattern, self._map, self._hooks, layer.module, inputs, records)
             self._watch.refuse_pass(records)
+            inner = set() if self._shards is None else set(pattern.strays) - set(self._shards.outer)
+            if inner:
+                pattern.forget()
+                raise messages.stray_shard(min(inner))
             pattern.square = square
             tensors = plain_tensors(inputs)
             if tensors is not None and len(tensors) == 1 and pattern.reading == {0: 0}:
