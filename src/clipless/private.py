@@ -240,7 +240,11 @@ class Private(SavedRun):
             self._guard.refuse_step(self._engine.seen, None if self._batch is None else self._batch.records)
             if not self._engine.intact():
                 raise Misuse("the model's hooks were removed: call detach() and make_private anew.")
-            self._engine.refuse_unsound()
+            if not self._shards:
+                self._engine.refuse_unsound()
+        if self._shards:  # which takes all ranks, so all must have come here
+            with self._ranks.together(f"step {step + 1}"):
+                self._engine.refuse_unsound()
         try:
             self._release(step)
         finally:

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from clipless.distributed.ranks import BUCKET, Alone, Ranks
+from clipless.distributed.ranks import Alone, Ranks
 from clipless.errors import Misuse
 
+# The most bytes that are handed to one reduce-scatter.
+PIECE = 4 * 2**20
 HOW = (
     "call fully_shard on blocks of the model and then on the model itself, in one group of all ranks, and build the "
     "optimizer after that (docs/distributed.md)."
@@ -57,7 +59,7 @@ class Sharded:
     def __init__(self, model: nn.Module, ranks: Alone | Ranks) -> None:
         assert isinstance(model, FSDPModule)
         self.root: Any = model
-        self.whole = False
+        self.whole = self._was_whole = False
         self._ranks, self._states = ranks, _states(model)
         self.root._get_fsdp_state()._lazy_init()
         self.divide()
@@ -69,13 +71,26 @@ class Sharded:
     def gather_if(self, wanted: bool) -> bool:
         """Put the model together on every rank if any wants that. Returns whether it is whole now."""
         if not self.whole and self._ranks.any(wanted):
-            self.whole = True
-            for state in self._states:
-                for group in state._fsdp_param_groups:
-                    vars(group)["reshard"] = _stay_together
-                for module in state._modules[:1]:
-                    module.unshard()
+            self._gather()
         return self.whole
+
+    def gather_again(self) -> None:
+        """Put the model together once more if it was whole in this batch, as all ranks know."""
+        if self._was_whole and not self.whole:
+            self._gather()
+
+    def _gather(self) -> None:
+        self.whole = self._was_whole = True
+        for state in self._states:
+            for group in state._fsdp_param_groups:
+                vars(group)["reshard"] = _stay_together
+            for module in state._modules[:1]:
+                module.unshard()
+
+    def forget(self) -> None:
+        """A new batch begins."""
+        self._was_whole = False
+        self.divide()
 
     def divide(self) -> None:
         """Every rank has its shards only; what an interrupted pass, or passes without a backward pass, left is cleared."""
@@ -102,26 +117,34 @@ class Sharded:
         return found
 
     def scattered(self, sums: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of every sum, added up over the ranks; sums are sent in buckets."""
+        """This rank's part of every sum, added up over the ranks: small sums together, large ones piece by piece, so that
+        little is there besides the sum itself."""
         waiting: list[tuple[str, Tensor]] = []
         for name, total in sums:
             if waiting and (
-                total.dtype != waiting[0][1].dtype or sum(t.nbytes for _, t in waiting) + total.nbytes > BUCKET
+                total.dtype != waiting[0][1].dtype or sum(t.nbytes for _, t in waiting) + total.nbytes > PIECE
             ):
                 yield from self._sent(waiting)
                 waiting.clear()
             waiting.append((name, total))
+            del total
         if waiting:
             yield from self._sent(waiting)
 
     def _sent(self, sums: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         size = self._ranks.size
         widths = [_share(len(total), size) * (total.numel() // max(1, len(total))) for _, total in sums]
-        flat = sums[0][1].new_zeros(size, sum(widths))
-        for columns, (_, total), width in zip(flat.split(widths, dim=1), sums, widths, strict=True):
-            for row, part in zip(columns, total.view(-1).split(max(1, width)), strict=False):
-                row[: len(part)] = part
-        own = self._ranks.scatter(flat)
+        parts = [[row.view(-1) for row in _by_rank(total, size)] for _, total in sums]
+        own = sums[0][1].new_empty(sum(widths))
+        most = max(1, PIECE // (size * own.element_size()))
+        for first in range(0, len(own), most):
+            piece = own.new_zeros(size, min(most, len(own) - first))
+            start = -first
+            for rows, width in zip(parts, widths, strict=True):
+                for into, row in zip(piece, rows, strict=True):
+                    _overlap(into, row, start)
+                start += width
+            own[first : first + piece.shape[1]] = self._ranks.scatter(piece)
         for part, (name, _) in zip(own.split(widths), sums, strict=True):
             shape = self.shape(name)
             yield name, part[: torch.Size(shape).numel()].view(shape)
@@ -141,6 +164,19 @@ def local_rows(whole: Tensor, like: DTensor) -> DTensor:
 def _as_part(part: Tensor, like: DTensor) -> DTensor:
     shape, stride = like.shape, like.stride()
     return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _by_rank(total: Tensor, size: int) -> list[Tensor]:
+    """The rows of every rank; the last ones may have fewer, or none."""
+    share = _share(len(total), size)
+    return [total[min(rank * share, len(total)) : (rank + 1) * share] for rank in range(size)]
+
+
+def _overlap(into: Tensor, row: Tensor, start: int) -> None:
+    """Copy what of a row falls into a piece, if it begins at that place of it."""
+    first, last = max(start, 0), min(start + len(row), len(into))
+    if first < last:
+        into[first:last] = row[first - start : last - start]
 
 
 def _share(rows: int, size: int) -> int:

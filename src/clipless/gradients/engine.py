@@ -64,7 +64,7 @@ class Engine:
         """Take all hooks off the model, and give back the memory that was kept for further steps."""
         self._recorder.restore()
         if self._shards is not None:
-            self._shards.divide()
+            self._shards.forget()
         self._hooks.detach()
         self._hooks.listener = None
         forget()
@@ -87,7 +87,7 @@ class Engine:
         self._recorder.restore()
         self._watch.close()
         if self._shards is not None:
-            self._shards.divide()
+            self._shards.forget()
 
     def open(self, records: int, averaged: bool) -> None:
         """The next forward and backward pass is on so many records, by whose number an `averaged` loss divides."""
@@ -127,9 +127,11 @@ class Engine:
 
     def refuse_unsound(self) -> int:
         """Raise if the batch has written into the model, or if a check finds a gradient lost or outputs that depend on other
-        records. Returns how many passes were checked."""
+        records. Returns how many passes were checked. Processes of a sharded model call it together."""
         self._watch.refuse_step()
-        return self._self_check.compare(self._map.live)
+        if self._shards is not None:
+            self._shards.gather_again()
+        return self._self_check.compare(self.parameters, self._map.live)
 
     def complete(self) -> dict[str, Tensor]:
         """The clipped sum of every parameter over the expected batch, in memory of the engine's own: this process's part of

@@ -29,8 +29,14 @@ class Shards(Protocol):
     def gather_if(self, wanted: bool) -> bool:
         """Put the model together on every process if any of them wants that. Returns whether it is whole now."""
 
+    def gather_again(self) -> None:
+        """Put the model together once more if it was whole in this batch: what was checked is compared."""
+
     def divide(self) -> None:
-        """End the whole model, and whatever an interrupted pass has left."""
+        """End the whole model for now."""
+
+    def forget(self) -> None:
+        """End the whole model, and whatever an interrupted pass has left: a new batch begins."""
 
     def together(self, what: str) -> AbstractContextManager[object]:
         """What is done inside succeeds on every process, or raises on every one."""
@@ -40,6 +46,16 @@ class Shards(Protocol):
 
     def scattered(self, sums: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """This process's part of every sum, added up over the processes. All have the same names in the same order."""
+
+
+def own_rows(whole: Tensor, like: Tensor) -> Tensor:
+    """The rows that this process holds of a sharded tensor, of a whole one; all rows if that is not sharded."""
+    mesh = getattr(like, "device_mesh", None)
+    if mesh is None:
+        return whole
+    rows = -(-len(whole) // mesh.size())
+    first: int = mesh.get_local_rank() * rows
+    return whole[first : first + rows]
 
 
 def refuse_sharded(model: nn.Module) -> None:

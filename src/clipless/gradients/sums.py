@@ -193,6 +193,7 @@ class ClippedSums:
     def _scatter(self, micro: MicroBatch, norms: Tensor, shards: Shards) -> None:
         """Clip everything by the norms [G,b], and add this process's part of each sum over all processes."""
         self._added = True
+        shards.divide()
         for name, part in shards.scattered(self._one_by_one(micro, norms)):
             running = self._sums.get(name)
             if running is None:

@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -166,9 +166,11 @@ def _sharded(model: nn.Module) -> nn.Module:
     """The model sharded by FSDP2: every block, or every layer where there are none, apart from the rest."""
     from torch.distributed.fsdp import fully_shard
 
-    blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block | Residual)]
+    blocks: list[nn.Module] = [m for m in model.modules() if isinstance(m, Block | Residual | nn.Embedding)]
     for module in blocks or [child for child in model.children() if any(True for _ in child.parameters())]:
         fully_shard(module)
+        if isinstance(module, nn.Embedding):  # whose backward pass has no use for its weight
+            cast(Any, module).set_unshard_in_backward(False)
     fully_shard(model)
     return model
 

@@ -16,6 +16,7 @@ from clipless.errors import CliplessError, Misuse, UnsupportedModule
 from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.checks.seeds import IMPURE, impurity, named_records, seed_passes, sketch
 from clipless.gradients.forms import Form
+from clipless.gradients.shards import own_rows
 from clipless.gradients.trees import Dims
 
 ROOT = "(output)"
@@ -38,8 +39,8 @@ class Heard(Protocol):
 
 class Trial:
     """A backward pass of which nothing is used for training. `echoes` has what arrived at each tap, one after the other;
-    `totals`, if it adds up those of a pass, the sums over the records of what arrived in that one. Kept `whole`, or in a
-    sketch."""
+    `totals`, if it adds up those of a pass, the sums over the records of what arrived in that one; of sharded ones this
+    process's rows of them. Kept `whole`, or in a sketch."""
 
     def __init__(self, adds_up: ForwardPass | None = None, whole: bool = False) -> None:
         self._whole = whole
@@ -54,11 +55,15 @@ class Trial:
 
     def add(self, name: str, form: Form, like: Tensor) -> None:
         assert self.totals is not None
-        total = self.totals.get(name)
+        kind, sharded = torch.promote_types(like.dtype, torch.float32), hasattr(like, "device_mesh")
+        total = None if sharded else self.totals.get(name)
         if total is None:
-            kind = torch.promote_types(like.dtype, torch.float32)
-            total = self.totals[name] = torch.zeros(like.shape, dtype=kind, device=like.device)
+            total = torch.zeros(like.shape, dtype=kind, device=like.device)
         form.add_to(total, torch.ones(len(form), dtype=total.dtype, device=total.device), beta=1)
+        if sharded:  # of the whole gradient no more is kept than of the parameter
+            total, before = own_rows(total, like).clone(), self.totals.get(name)
+            total = total if before is None else before.add_(total)
+        self.totals[name] = total
 
     def forget(self) -> None:
         """The pass begins anew."""

@@ -3,6 +3,7 @@ does any record's output change when other records do: by a statistic of the bat
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from clipless.gradients.checks.records import gradients_set_aside, leaves_of
 from clipless.gradients.checks.seeds import shuffled, sketch
 from clipless.gradients.randomness import same_random_state
 from clipless.gradients.records import TROUBLES, selected
+from clipless.gradients.shards import own_rows
 from clipless.gradients.trees import differentiable
 
 # Relative to the larger of both sums; what the parameter adds to the whole gradient below the floor is rounding. Sums that
@@ -25,15 +27,18 @@ REPEATED, AMPLIFIED = 5e-2, 100.0
 DEPENDENT = 1e-3
 
 
-def refuse_lost(forward_pass: ForwardPass, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Run a checked pass again, plainly, and refuse the first parameter whose sum is not the engine's."""
+def refuse_lost(
+    forward_pass: ForwardPass, parameters: Mapping[str, nn.Parameter], live: Mapping[str, nn.Parameter]
+) -> None:
+    """Run a checked pass again, plainly, and refuse the first parameter whose sum is not the engine's. `live` are those
+    in place of the parameters while these are not sharded."""
     assert forward_pass.rerun is not None
     assert forward_pass.grads is not None
     with torch.enable_grad():
         outputs = _at_places(forward_pass, forward_pass.rerun()[0])
     drift = _drift(forward_pass, outputs)
     parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    plain = _gradients(outputs, forward_pass.grads, parameters)
+    plain = _gradients(outputs, forward_pass.grads, parameters, live)
     half = any(output.dtype.itemsize < 4 for output in outputs) or _half(forward_pass)
     del outputs
     tolerance = max(HALF_TOLERANCE if half else TOLERANCE, AMPLIFIED * drift)
@@ -147,12 +152,17 @@ def _drift(forward_pass: ForwardPass, outputs: list[Tensor]) -> float:
 
 
 def _gradients(
-    outputs: list[Tensor], grads: tuple[Tensor | None, ...], parameters: Mapping[str, nn.Parameter]
+    outputs: list[Tensor],
+    grads: tuple[Tensor | None, ...],
+    parameters: Mapping[str, nn.Parameter],
+    live: Mapping[str, nn.Parameter],
 ) -> dict[str, Tensor]:
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
     if not pairs:
         return {}
     roots, arrived = [output for output, _ in pairs], [grad for _, grad in pairs]
+    if live is not parameters:
+        return _own_rows_of_gradients(roots, arrived, parameters, live)
     try:
         found: Any = torch.autograd.grad(
             roots, list(parameters.values()), arrived, retain_graph=True, allow_unused=True
@@ -164,6 +174,30 @@ def _gradients(
             torch.autograd.backward(roots, arrived)
             found = [parameter.grad for parameter in parameters.values()]
     return {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
+
+
+def _own_rows_of_gradients(
+    roots: list[Tensor],
+    arrived: list[Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    live: Mapping[str, nn.Parameter],
+) -> dict[str, Tensor]:
+    """This process's rows of the gradients of sharded parameters, of which never more than one is there as a whole."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            found[name] = own_rows(parameter.grad, parameters[name]).clone()
+            parameter.grad = None
+
+    handles = [live[name].register_post_accumulate_grad_hook(partial(keep, name)) for name in parameters]
+    try:
+        with gradients_set_aside(leaves_of(roots)):
+            torch.autograd.backward(roots, arrived)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 def _length(tensor: Tensor | None) -> float:
