@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from clipless import defaults, refusals
-from clipless.accounting import StepEvent
 from clipless.clipping import Clipping
 from clipless.closures import Arguments, within_own_step
-from clipless.distributed import Alone, Idle, Ranks, facts, on_every_rank, ranks_of, unwrapped
+from clipless.distributed import Alone, Idle, Ranks, facts, is_sharded, on_every_rank, ranks_of, shards_of, unwrapped
 from clipless.errors import Misuse
 from clipless.foreign import names_answered
 from clipless.gradients import Engine, Kernels, ProjectionEngine
@@ -24,7 +23,6 @@ from clipless.phases import Schedule, as_schedule
 from clipless.plan import PrivacyPlan
 from clipless.planning import make_plan
 from clipless.preflight import refuse_unsound
-from clipless.runs.fingerprint import fingerprint
 from clipless.sampling.fetching import Fetcher, fetcher, source_of
 from clipless.sampling.loader import Batch, PoissonSampler, PrivateLoader
 from clipless.saved_run import SavedRun
@@ -96,7 +94,7 @@ def make_private(
             dimensions=tuple(sum(parameters[name].numel() for name in members) for members in groups.members),
             loss_reduction=loss_reduction,
             noise=chosen_noise(noise, seed),
-            projections=refusals.chosen_projections(gradients, projections, kernels, ranks.size),
+            projections=refusals.chosen_projections(gradients, projections, kernels, ranks.size, is_sharded(model)),
         )
         if check is not None:
             for phase in plan.phases:
@@ -105,6 +103,7 @@ def make_private(
     if ranks.size > 1:
         ranks.refuse_differences(lambda: facts(model, optimizer, plan.to_dict(), seed, allow_overspend=allow_overspend))
         source.load_state_dict(ranks.shared(source.state_dict()))
+    ranks = ranks.apart() if is_sharded(model) else ranks
     fetch, kernels = fetcher(data, settings), kernels or Kernels()
     parts = (model, optimizer, plan, fetch, source, kernels)
     return on_every_rank(ranks, lambda: Private(*parts, allow_overspend, group, ranks, idle))
@@ -126,17 +125,20 @@ class Private(SavedRun):
         ranks: Alone | Ranks,
         idle: Idle,
     ) -> None:
-        super().__init__(model, optimizer, plan, source, ranks)
+        super().__init__(model, optimizer, plan, source, ranks, shards_of(model, ranks))
         self._idle, self._allow_overspend = idle, allow_overspend
         self._guard = Guard(model, optimizer, None if group is None and ranks.size == 1 else False)
         self._statistic: Tensor | None = None
-        observe = self._observe if plan.releases_statistics else None
+        observe, shards = self._observe if plan.releases_statistics else None, self._shards
         self._engine: Engine | ProjectionEngine
         if plan.projections is None:
-            self._engine = Engine(model, plan.groups, self._factors, observe, kernels, checks_itself=True)
+            self._engine = Engine(
+                model, plan.groups, self._factors, observe, kernels, checks_itself=True, shards=shards
+            )
         else:
             self._engine = ProjectionEngine(model, self._factors, observe, self._vector, plan.projections)
-        sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=(ranks.rank, ranks.size))
+        share, in_step = (ranks.rank, ranks.size), shards is not None
+        sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=share, in_step=in_step)
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
         self._attach()
 
@@ -232,6 +234,8 @@ class Private(SavedRun):
         if self._batch is None and within_own_step(optimizer):
             return None
         step = self.steps_taken
+        if self._shards:
+            self._engine.refuse_missed()
         with self._ranks.together(f"step {step + 1}"):
             if step >= self.plan.steps and not self._allow_overspend:
                 raise refusals.budget_spent(self.plan.steps, self.spent())
@@ -239,6 +243,8 @@ class Private(SavedRun):
             self._guard.refuse_step(self._engine.seen, None if self._batch is None else self._batch.records)
             if not self._engine.intact():
                 raise Misuse("the model's hooks were removed: call detach() and make_private anew.")
+            if self._shards:  # which all ranks gather next
+                self._ranks.same(f"step {step + 1}", "")
             self._engine.refuse_unsound()
         try:
             self._release(step)
@@ -256,11 +262,14 @@ class Private(SavedRun):
             self._observe(torch.zeros(len(self.plan.groups), 0, device=device))
         sums, statistic = self._engine.complete(), self._statistic
         if self._ranks.size > 1:
-            self._ranks.add_up([*sums.values(), *([] if statistic is None else [statistic])])
+            added_up = () if self._shards else sums.values()  # sums of shards are totals already
+            self._ranks.add_up([*added_up, *([] if statistic is None else [statistic])])
         with self._ranks.together(f"the release of step {step + 1}"):
             gradients = self._noised_gradients(step, sums, stddevs)
             statistic = self._noised_statistic(step, statistic)
-            self._record(event, gradients, statistic)
+            alone = self._journal is None and self._ranks.size == 1
+            if alone or self._is_new(step, event, gradients, statistic):
+                self.ledger.record(event)
         for name, parameter in self._engine.parameters.items():
             parameter.grad = gradients[name] if parameter.requires_grad else None
         clear_gradients(self._optimizer, but=self._engine.parameters.values())
@@ -277,9 +286,11 @@ class Private(SavedRun):
 
     def _noised_gradients(self, step: int, sums: Mapping[str, Tensor], stddevs: list[float]) -> dict[str, Tensor]:
         """The private gradients: (clipped sum + noise) / expected batch, in fresh tensors."""
-        parameters, batch = self._engine.parameters, self.plan.expected_batch
-        released = self._source.release("gradient", step, list(sums.values()), stddevs, batch)
-        return {name: noised.to(p.dtype) for (name, p), noised in zip(parameters.items(), released, strict=True)}
+        parameters, batch, shards = self._engine.parameters, self.plan.expected_batch, self._shards
+        places = shards.places() if shards else None
+        released = self._source.release("gradient", step, list(sums.values()), stddevs, batch, places)
+        noised = {name: part.to(p.dtype) for (name, p), part in zip(parameters.items(), released, strict=True)}
+        return {name: shards.placed(name, part) for name, part in noised.items()} if shards else noised
 
     def _noised_statistic(self, step: int, statistic: Tensor | None) -> Tensor | None:
         """The batch's statistic with noise; None if the policy needs none."""
@@ -287,14 +298,3 @@ class Private(SavedRun):
             return None
         (noised,) = self._source.release("statistic", step, [statistic], [self._phase.statistic_multiplier])
         return noised
-
-    def _record(self, event: StepEvent, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> None:
-        """Record the step, on disk if there is a ledger file. A repeated step must equal the one recorded there."""
-        if self._journal or self._ranks.size > 1:
-            released = fingerprint([*gradients.values(), *([] if statistic is None else [statistic])])
-            if self._ranks.size > 1:
-                state = f"{released} {fingerprint([self._thresholds])}"
-                self._ranks.same(f"the release of step {self.steps_taken + 1}", state)
-            if self._journal and not self._journal.record(event, released):
-                return
-        self.ledger.record(event)

@@ -66,7 +66,8 @@ def refuse_optimizer(optimizer: object, parameters: dict[str, nn.Parameter]) -> 
     if missing:
         raise InvalidArgument(
             f"the optimizer does not hold the trainable parameter {missing[0]!r} (and {len(missing) - 1} more): give it "
-            "model.parameters(), or freeze with requires_grad_(False) what should not learn."
+            "model.parameters(), after fully_shard if that is used, or freeze with requires_grad_(False) what should not "
+            "learn."
         )
     if held - {id(p) for p in parameters.values()}:
         raise InvalidArgument(
@@ -95,7 +96,7 @@ def one_batch_size(given: int | None, of_loader: int | None) -> int | None:
     return of_loader if given is None else given
 
 
-def chosen_projections(gradients: str, projections: int, kernels: object, processes: int) -> int | None:
+def chosen_projections(gradients: str, projections: int, kernels: object, processes: int, sharded: bool) -> int | None:
     """How many projections estimate each norm; None for exact norms. Raises for kernels that do not fit."""
     if kernels is not None and not isinstance(kernels, Kernels):
         raise InvalidType(f"kernels must be clipless.Kernels(memory_cap=...) or None, got {kernels!r}.")
@@ -107,6 +108,11 @@ def chosen_projections(gradients: str, projections: int, kernels: object, proces
         return None
     if kernels is not None:
         raise InvalidArgument("kernels= is about exact norms, and gradients='jl' estimates them: leave it out.")
+    if sharded:
+        raise InvalidArgument(
+            "gradients='jl' needs the whole model in one process, and this one is sharded: use gradients='exact', or leave "
+            "fully_shard out."
+        )
     if processes > 1:
         raise InvalidArgument(
             "gradients='jl' trains in one process, and this run has several: use gradients='exact', or group=False in "

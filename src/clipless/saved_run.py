@@ -1,7 +1,9 @@
 """The state of a private run, in memory and on disk: what changes from step to step, how it is saved and resumed."""
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,11 +16,17 @@ from clipless.noise import NoiseSource
 from clipless.phases import Phase
 from clipless.plan import PrivacyPlan
 from clipless.runs.checkpoint import checkpoint_of, random_states, read_checkpoint
+from clipless.runs.fingerprint import fingerprint
 from clipless.runs.followed import FollowedJournal
 from clipless.runs.journal import Journal
+from clipless.runs.shard_folder import refuse_damaged_shards, remove_old_shards
 from clipless.sampling.loader import Batch, PrivateLoader
 from clipless.thresholds.history import History
 from clipless.thresholds.policy import State
+
+if TYPE_CHECKING:
+    from clipless.distributed.saving import States
+    from clipless.distributed.shards import Sharded
 
 
 class Removable(Protocol):
@@ -43,11 +51,13 @@ class SavedRun(refusals.Whole):
         plan: PrivacyPlan,
         source: NoiseSource,
         ranks: Alone | Ranks,
+        shards: "Sharded | None",
     ) -> None:
         self.plan = plan
         self.ledger = Ledger()
         self.history = History()
         self._model, self._optimizer, self._source, self._ranks = model, optimizer, source, ranks
+        self._shards = shards
         self._batch: Batch | None = None
         self._journal: Journal | FollowedJournal | None = None
         self._handles: list[Removable] = []
@@ -99,6 +109,16 @@ class SavedRun(refusals.Whole):
         """The privacy spent so far, computed from the events in the ledger."""
         return self.ledger.spent(self.plan.delta, self.plan.accountant)
 
+    def _is_new(self, step: int, event: StepEvent, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> bool:
+        """Refuse a release that is not the same on all ranks, and write the event to the ledger file, if there is one. False
+        for a repeated step, which must equal the one recorded there."""
+        where, shared = f"the release of step {step + 1}", [] if statistic is None else [statistic]
+        released = fingerprint([*gradients.values(), *shared])
+        if self._shards and self._ranks.size > 1:  # the digests of all shards, by rank
+            released = hashlib.sha256("".join(self._ranks.told(where, released)).encode()).hexdigest()[:32]
+        self._ranks.same(where, f"{released} {fingerprint([self._thresholds, *shared])}")
+        return self._journal is None or self._journal.record(event, released)
+
     def save_to(self, path: str | Path) -> None:
         """From now on write every event to this ledger file, which must not exist yet, before its result can be seen.
 
@@ -122,7 +142,8 @@ class SavedRun(refusals.Whole):
         return Journal.create(path, plan.delta, plan.accountant, plan.planned(), plan.to_dict(), self.ledger)
 
     def save_checkpoint(self, path: str | Path, extra: Any = None) -> None:
-        """Write weights, optimizer, random states, `extra` and the run's state to one file, atomically.
+        """Write weights, optimizer, random states, `extra` and the run's state to one file, atomically. The tensors of a
+        sharded model are written to a folder beside it first.
 
         `extra` may hold tensors and plain values, such as a scheduler's state_dict(). The file holds the key of all later
         noise: keep it as secret as the data, and remove it when the run has ended. Needs a ledger on disk (`save_to`),
@@ -133,12 +154,23 @@ class SavedRun(refusals.Whole):
                 raise Misuse(
                     "a checkpoint needs its ledger on disk: call save_to(path) first, and save before detach()."
                 )
-            state = self.state_dict()
+            state, place = self.state_dict(), Path(path)
+            states = self._model.state_dict(), self._optimizer.state_dict()
         _, *others = self._ranks.gathered(random_states())
+        states, shards = self._saved_shards(place, states)
         with self._ranks.together("save_checkpoint"):
             if isinstance(self._journal, Journal):
-                saved = checkpoint_of(Path(path), self._journal, self._model, self._optimizer, state, extra, others)
-                saved.write(Path(path))
+                saved = checkpoint_of(place, self._journal, self._optimizer, states, state, extra, others, shards)
+                saved.write(place)
+                remove_old_shards(place, kept=shards)
+
+    def _saved_shards(self, path: Path, states: "States") -> tuple["States", dict[str, Any] | None]:
+        """Write sharded tensors to disk. Returns the states without them, and what the checkpoint has to say of them."""
+        if self._shards is None:
+            return states, None
+        from clipless.distributed.saving import save_shards
+
+        return save_shards(path, states, self._ranks)
 
     def load_checkpoint(self, path: str | Path, *, ledger: str | Path | None = None, reseed: bool = False) -> Any:
         """Resume from a checkpoint, in a fresh `make_private` with the same arguments. Returns the checkpoint's `extra`.
@@ -155,10 +187,16 @@ class SavedRun(refusals.Whole):
             refusals.refuse_other_plan(saved.private, self.plan.to_dict())
             saved.refuse_unfit(self._model, self._optimizer)
             where = saved.ledger_path(Path(path)) if ledger is None else Path(ledger)
+            if saved.shards:
+                refuse_damaged_shards(saved.shards, Path(path), ranks.rank, ranks.size)
         ranks.same("load_checkpoint", f"{saved.position} {saved.head}")
         with ranks.together("load_checkpoint"):
             if ranks.rank == 0:
                 journal, found = Journal.resume(where, saved.run, saved.position, saved.head)
+            if saved.shards or self._shards:
+                from clipless.distributed.saving import placed_as
+
+                saved = placed_as(saved, Path(path), self._model, self._optimizer)
         saved.restore(self._model, self._optimizer, ranks.rank)
         self.load_state_dict(saved.private)
         with ranks.together("load_checkpoint"):

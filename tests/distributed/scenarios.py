@@ -83,11 +83,11 @@ def one_world(group: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def pure_noise(group: Any = None) -> dict[str, Any]:
+def pure_noise(group: Any = None, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> dict[str, Any]:
     """Noise of the plan's size on gradients that are zero; enough of it to measure."""
     torch.manual_seed(0)
     data = TensorDataset(torch.zeros(SIZE, 64), torch.zeros(SIZE, dtype=torch.long))
-    return released(nn.Linear(64, 64, bias=False), data=data, noise_multiplier=1.5, group=group)
+    return released(wrap(nn.Linear(64, 64, bias=False)), data=data, noise_multiplier=1.5, group=group)
 
 
 def secure(group: Any = None) -> dict[str, Any]:

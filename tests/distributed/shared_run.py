@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
@@ -52,7 +53,12 @@ def steps(
         for part in parts:
             backward(model, private, part)
         optimizer.step()
-        yield [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        yield [whole(p.grad).clone() for p in model.parameters() if p.grad is not None]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, also of a sharded one: a call for every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def released(model: nn.Module | None = None, micro: int | None = None, **changes: Any) -> dict[str, Any]:
@@ -61,7 +67,7 @@ def released(model: nn.Module | None = None, micro: int | None = None, **changes
     gradients = list(steps(model, optimizer, private, micro))
     said = {
         "gradients": gradients,
-        "weights": [p.detach().clone() for p in model.parameters()],
+        "weights": [whole(p.detach()).clone() for p in model.parameters()],
         "thresholds": private.thresholds,
         "history": private.history.to_dict(),
         "ledger": private.ledger.to_dict(),

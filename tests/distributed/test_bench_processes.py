@@ -20,13 +20,20 @@ def test_two_processes_are_measured_against_one(tmp_path: Path) -> None:
     assert found["bytes_sent"] == 4 * (784 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10)
     for world, size in ((found["one"], 1), (found["several"], 2)):
         assert world["processes"] == size
-        assert world["min_ms"].keys() == {"plain", "auto-s"}
+        sharded = {"plain sharded", "auto-s sharded"} if size == 2 else set()
+        assert world["min_ms"].keys() == {"plain", "auto-s"} | sharded
         assert all(0 < world["min_ms"][way] <= world["median_ms"][way] for way in world["min_ms"])
 
 
 def test_throughput_is_that_of_one_batch() -> None:
     one = World(1, {"plain": 10.0, "auto-s": 12.0}, {}, {})
-    several = World(2, {"plain": 5.0, "auto-s": 7.0}, {}, {})
-    found = Comparison("mlp", one, several, 0)
+    times = {"plain": 5.0, "auto-s": 7.0, "plain sharded": 8.0, "auto-s sharded": 10.0}
+    several = World(2, times, {}, {"auto-s": 100.0, "auto-s sharded": 60.0})
+    found = Comparison("mlp", one, several, 0, 80.0, 0)
     assert found.speedup("plain") == 2.0
-    assert found.to_dict()["private_over_plain"] == {"one": pytest.approx(1.2), "several": pytest.approx(1.4)}
+    assert found.speedup("auto-s sharded") == pytest.approx(1.2)
+    assert found.to_dict()["private_over_plain"] == {
+        "one": pytest.approx({"auto-s": 1.2}),
+        "several": pytest.approx({"auto-s": 1.4, "auto-s sharded": 1.25}),
+    }
+    assert found.saved_share == 0.5

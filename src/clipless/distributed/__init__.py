@@ -1,7 +1,26 @@
 """Several processes that train one private run together, on torch.distributed alone (docs/distributed.md)."""
 
 from clipless.distributed.comparing import facts
-from clipless.distributed.joining import Idle, broadcast_weights, on_every_rank, ranks_of, unwrapped
+from clipless.distributed.joining import (
+    Idle,
+    broadcast_weights,
+    is_sharded,
+    on_every_rank,
+    ranks_of,
+    shards_of,
+    unwrapped,
+)
 from clipless.distributed.ranks import Alone, Ranks
 
-__all__ = ["Alone", "Idle", "Ranks", "broadcast_weights", "facts", "on_every_rank", "ranks_of", "unwrapped"]
+__all__ = [
+    "Alone",
+    "Idle",
+    "Ranks",
+    "broadcast_weights",
+    "facts",
+    "is_sharded",
+    "on_every_rank",
+    "ranks_of",
+    "shards_of",
+    "unwrapped",
+]

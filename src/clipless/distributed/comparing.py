@@ -20,8 +20,8 @@ PLAIN = (bool, int, float, str, tuple, list, Tensor, type(None))
 def facts(
     model: nn.Module, optimizer: Optimizer, plan: Mapping[str, object], seed: int | None, **settings: object
 ) -> dict[str, str]:
-    """Versions, plan, settings, optimizer, and the model: its parameters and buffers, their types and contents. The seed is
-    told by its digest alone."""
+    """Versions, plan, settings, optimizer, and the model: its parameters and buffers, their types, and the contents of what
+    is not sharded. The seed is told by its digest alone."""
     found = {
         "the version of clipless": clipless.__version__,
         "the version of torch": torch.__version__,
@@ -41,7 +41,11 @@ def facts(
         for name, tensor in tensors:
             trained = ", trainable" if tensor.requires_grad else ""
             found[f"{kind} {name!r}"] = f"{tuple(tensor.shape)} of {tensor.dtype}{trained}"
-            found[f"the content of {kind} {name!r}"] = fingerprint([tensor])
+            spec = getattr(tensor, "_spec", None)
+            if spec is not None:  # sharded: every rank has another part of it
+                found[f"the placement of {kind} {name!r}"] = f"{spec.placements} on {spec.mesh}"
+            else:
+                found[f"the content of {kind} {name!r}"] = fingerprint([tensor])
     return found
 
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from clipless.distributed.ranks import Alone, Ranks
 from clipless.errors import InvalidArgument, InvalidType, Misuse
 from clipless.processes import refuse_other_processes
+
+if TYPE_CHECKING:
+    from clipless.distributed.shards import Sharded
 
 
 def ranks_of(group: object) -> Alone | Ranks:
@@ -38,9 +41,29 @@ def unwrapped(model: Any, group: object) -> tuple[Any, "Idle"]:
     ddp = model if isinstance(model, DistributedDataParallel) else None
     inside = model if ddp is None else ddp.module
     _refuse_wrapped(inside)
+    if is_sharded(inside):
+        if ddp is not None:
+            raise Misuse("a sharded model is wrapped in DistributedDataParallel: give make_private the model inside.")
+        from clipless.distributed.shards import refuse_shards
+
+        refuse_shards(inside, group)
     if ddp is not None:
         _refuse_settings(ddp, group)
     return inside, Idle(ddp)
+
+
+def is_sharded(model: object) -> bool:
+    """Whether any parameter of the model is a DTensor. Asked by name: importing that class takes half a second."""
+    return isinstance(model, nn.Module) and any(type(p).__name__ == "DTensor" for p in model.parameters())
+
+
+def shards_of(model: nn.Module, ranks: Alone | Ranks) -> "Sharded | None":
+    """The shards of a sharded model."""
+    if not is_sharded(model):
+        return None
+    from clipless.distributed.shards import Sharded
+
+    return Sharded(model, ranks)
 
 
 class Detachable(Protocol):
@@ -66,7 +89,10 @@ def on_every_rank(ranks: Alone | Ranks, make: Callable[[], T]) -> T:
 
 
 def broadcast_weights(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank the first rank's parameters and buffers. Call it on every rank, before make_private."""
+    """Give every rank the first rank's parameters and buffers. Call it on every rank, before make_private and before
+    fully_shard."""
+    if is_sharded(model):
+        raise Misuse("the model is sharded: every rank has a part of the weights, and no two have the same ones.")
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
@@ -103,14 +129,9 @@ def _refuse_wrapped(model: object) -> None:
         if isinstance(module, DataParallel) or type(module).__name__ == "FullyShardedDataParallel":
             raise Misuse(
                 f"the model is wrapped in {type(module).__name__}, which averages gradients that are not private yet: give "
-                "make_private the model inside (model.module), and start one process for each device (docs/distributed.md)."
+                "make_private the model inside (model.module), start one process for each device, and shard with "
+                "fully_shard (docs/distributed.md)."
             )
-        for own, parameter in module.named_parameters(recurse=False):
-            if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
-                raise Misuse(
-                    f"parameter {own!r} of module {name!r} is sharded over processes (DTensor), which is not supported: "
-                    "keep the whole model on every rank, bare or in DistributedDataParallel."
-                )
 
 
 def _refuse_settings(model: DistributedDataParallel, group: object) -> None:

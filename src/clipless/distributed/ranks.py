@@ -24,6 +24,8 @@ MOST_TOLD = 200
 BUCKET = 25 * 2**20
 # Facts of which only digests are compared, which say nothing to a reader and should not be in a log.
 UNSHOWN = ("the seed", "the content of")
+# For each group the one that `Ranks.apart` made beside it.
+_APART: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 class Alone:
@@ -42,11 +44,27 @@ class Alone:
     def same(self, what: str, value: str) -> None:
         pass
 
+    def told(self, what: str, value: str) -> list[str]:
+        return [value]
+
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         pass
 
+    def any(self, wish: bool) -> bool:
+        return wish
+
+    def scatter(self, parts: Tensor) -> Tensor:
+        return parts[0]
+
     def refuse_differences(self, facts: Callable[[], Mapping[str, str]]) -> None:
         pass
+
+    def apart(self) -> "Alone":
+        return self
+
+    @contextmanager
+    def reaching(self, what: str) -> Iterator[None]:
+        yield None
 
 
 class Ranks:
@@ -91,7 +109,15 @@ class Ranks:
 
     def same(self, what: str, value: str) -> None:
         """Raises unless all ranks have the same value."""
-        self._agree(what, value=value)
+        if len(set(self.told(what, value))) > 1:
+            raise RankFailed(
+                f"the ranks do not have the same at {what}, though they began with the same: nothing was released to the "
+                "optimizer. Look for code or settings that depend on the rank, and resume from a checkpoint."
+            )
+
+    def told(self, what: str, value: str) -> list[str]:
+        """Every rank's value, a short text. Unlike `gathered` it may be used where others may fail: they tell it here."""
+        return self._exchanged(what, value=value)
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks, the same bits on each."""
@@ -106,6 +132,32 @@ class Ranks:
                     parts = flat.split([member.numel() for member in members])
                     for member, part in zip(members, parts, strict=True):
                         member.copy_(part.view_as(member))
+
+    def any(self, wish: bool) -> bool:
+        """Whether any rank wishes it."""
+        wishes = torch.tensor(int(wish), dtype=torch.int32, device=self._device)
+        with self._reaching("the question what the others need"):
+            dist.all_reduce(wishes, dist.ReduceOp.MAX, group=self._group)
+        return bool(wishes)
+
+    def scatter(self, parts: Tensor) -> Tensor:
+        """This rank's row of the sum over the ranks, from one row for each rank."""
+        own = torch.empty_like(parts[0])
+        with self._reaching("the sum over the ranks"):
+            dist.reduce_scatter_single(own, parts.view(-1), group=self._group)
+        return own
+
+    def apart(self) -> "Ranks":
+        """The same ranks in a group of their own, in which nobody else sends anything: what ranks say to each other is never
+        taken for what FSDP2 sends, even after a failure. Torch makes one of all ranks of the world only, and does not tell
+        a new one from one that was destroyed, so it is made once; a sub-group stays as it is."""
+        members = dist.get_process_group_ranks(self._group)
+        if len(members) < dist.get_world_size():
+            return self
+        if self._group not in _APART:
+            options = self._group._get_backend(self._device).options
+            _APART[self._group] = dist.new_group(members, options._timeout)
+        return Ranks(_APART[self._group])
 
     def refuse_differences(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Raises on every rank, with the name of the first of these facts that is not the same on all of them."""
@@ -123,20 +175,24 @@ class Ranks:
                         "clipless.broadcast_weights(model), or by DistributedDataParallel around the model."
                     )
 
-    def _agree(self, what: str, failure: str = "", value: str = "") -> None:
+    def _agree(self, what: str, failure: str = "") -> None:
         """Tell the others what this rank does and whether that failed, and hear the same from them."""
+        self._exchanged(what, failure)
+
+    def _exchanged(self, what: str, failure: str = "", value: str = "") -> list[str]:
+        """Every rank's value, if all are doing the same and none has failed. Returns nothing to one that has."""
         plain = " ".join(failure.encode("ascii", "replace").decode().split())[:MOST_TOLD]
         own = json.dumps([what, plain, value]).encode().ljust(MESSAGE)
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._device)
         messages = torch.empty(self.size, MESSAGE, dtype=torch.uint8, device=self._device)
         with self._reaching(what):
             dist.all_gather(list(messages.unbind()), mine, group=self._group)
-        if not failure and not bool((messages != mine).any()):
-            return
+        if failure:
+            return []
+        if not bool((messages != mine).any()):
+            return [value] * self.size
         said = [json.loads(bytes(message.tolist())) for message in messages]
         failed = [f"rank {rank}: {theirs}" for rank, (_, theirs, _) in enumerate(said) if theirs]
-        if failure:
-            return
         if failed:
             raise RankFailed(f"another rank could not go on at {said[0][0]}, so none does ({'; '.join(failed)}).")
         if len({theirs for theirs, _, _ in said}) > 1:
@@ -144,10 +200,13 @@ class Ranks:
             raise RankFailed(
                 f"the ranks do not do the same: {doing}. Run the same loop and make the same calls on every rank."
             )
-        raise RankFailed(
-            f"the ranks do not have the same at {what}, though they began with the same: nothing was released to the "
-            "optimizer. Look for code or settings that depend on the rank, and resume from a checkpoint."
-        )
+        return [theirs for _, _, theirs in said]
+
+    @contextmanager
+    def reaching(self, what: str) -> Iterator[dist.ProcessGroup]:
+        """The group, for calls of torch that use it themselves."""
+        with self._reaching(what):
+            yield self._group
 
     @contextmanager
     def _reaching(self, what: str) -> Iterator[None]:

@@ -14,6 +14,7 @@ from clipless.gradients.checks.self_check import SelfCheck
 from clipless.gradients.forms import forget
 from clipless.gradients.kernels import Kernels
 from clipless.gradients.records import written
+from clipless.gradients.shards import Shards, refuse_sharded
 from clipless.gradients.sums import ClippedSums, Factors, Observe
 from clipless.partition import Partition
 
@@ -36,16 +37,20 @@ class Engine:
         kernels: Kernels,
         checks_itself: bool = False,
         receiver: type[Receiver] = Receiver,
+        shards: Shards | None = None,
     ) -> None:
-        layers = self._map = ModelMap(model)
+        if shards is None:
+            refuse_sharded(model)
+        layers, self._shards = ModelMap(model, sharded=shards is not None), shards
+        self._map = layers
         self.parameters, self.modules = layers.parameters, layers.modules
-        self._hooks = Hooks(layers)
-        self._sums = ClippedSums(layers, groups, factors, observe, kernels)
+        self._hooks = Hooks(layers, root=None if shards is None else shards.root)
+        self._sums = ClippedSums(layers, groups, factors, observe, kernels, shards)
         self.receiver = receiver(self._hooks, self.modules, self.parameters, self._sums)
         self._self_check = SelfCheck(self.modules, self.receiver.run, self.receiver.output, self._hooks.silenced)
         self._self_check.active = checks_itself
         self._watch = StateWatch(model)
-        self._recorder = Recorder(model, layers, self._hooks, self.receiver, self._self_check, self._watch)
+        self._recorder = Recorder(model, layers, self._hooks, self.receiver, self._self_check, self._watch, shards)
         self._recorder.checks_data = len(groups) > 1
 
     def attach(self) -> None:
@@ -57,6 +62,8 @@ class Engine:
     def detach(self) -> None:
         """Remove all hooks from the model, and free the memory kept for further steps."""
         self._recorder.restore()
+        if self._shards is not None:
+            self._shards.forget()
         self._hooks.detach()
         self._hooks.listener = None
         forget()
@@ -78,9 +85,12 @@ class Engine:
         self.receiver.open(None)
         self._recorder.restore()
         self._watch.close()
+        if self._shards is not None:
+            self._shards.forget()
 
     def open(self, records: int, averaged: bool) -> None:
         """Begin a micro-batch of so many records. An `averaged` loss is a mean over them."""
+        self.refuse_missed()
         due = self._self_check.due(records)
         self.receiver.open(MicroBatch(records, averaged, float(records) if averaged else 1.0, due))
         self._recorder.restore()
@@ -103,14 +113,28 @@ class Engine:
                 micro.check.seed_losses(losses)
         losses.backward(torch.ones_like(losses))
 
+    def refuse_missed(self) -> None:
+        """Raise if the open micro-batch of a sharded model did not go through forward and backward: the other processes are
+        waiting in them, and fail when this one ends."""
+        micro = self.receiver.micro
+        if self._shards is not None and micro is not None and not micro.done:
+            raise Misuse(
+                "a part of the batch did not go through the model and backward(): the other ranks of a sharded model wait "
+                "for that. Run every part that private.loader hands out, empty ones as well, on every rank. If you did, the "
+                "losses do not depend on the model's output."
+            )
+
     def refuse_unsound(self) -> int:
         """Raise if the batch has written into the model, or if a check finds a lost gradient or outputs that depend on other
-        records. Returns how many passes were checked."""
+        records. Returns how many passes were checked. All processes of a sharded model must call it together."""
         self._watch.refuse_step()
-        return self._self_check.compare(self.parameters)
+        if self._shards is not None:
+            self._shards.gather_again()
+        return self._self_check.compare(self.parameters, self.parameters if self._shards is None else self._map.live)
 
     def complete(self) -> dict[str, Tensor]:
-        """The clipped sum of every parameter, in memory that the engine uses again for the next batch."""
+        """The clipped sum of every parameter, in memory that the engine uses again for the next batch. For a sharded model:
+        this process's part of the sum over all processes."""
         return self._sums.complete()
 
 

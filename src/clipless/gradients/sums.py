@@ -1,6 +1,6 @@
 """From per-sample gradients to clipped sums: norms of all records, factors from the rule, one weighted sum per parameter."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from clipless.gradients.capture.micro_batch import MicroBatch
 from clipless.gradients.capture.model_map import ModelMap
 from clipless.gradients.forms import Addend, Form, Instantiated, add_all, can_wait, combine, sq_norms_of, widest
 from clipless.gradients.kernels import Kernels, MemoryBudget, chunk_bytes
+from clipless.gradients.shards import Shards
 from clipless.partition import Partition
 
 Factors = Callable[[Tensor, Sequence[int]], Tensor]
@@ -40,8 +41,9 @@ class ClippedSums:
         factors: Factors,
         observe: Observe | None,
         kernels: Kernels,
+        shards: Shards | None = None,
     ) -> None:
-        self.seen = 0
+        self.seen, self._shards = 0, shards
         self._parameters, self._dtype, self._device = model.parameters, model.dtype, model.device
         self._groups, self._factors, self._observe, self._kernels = groups, factors, observe, kernels
         self._chunk_bytes = chunk_bytes(kernels.memory_cap)
@@ -74,7 +76,8 @@ class ClippedSums:
         for name, parameter in self._parameters.items():
             running = self._sums.get(name)
             if running is None:
-                running = self._sums[name] = RunningSum(parameter)
+                shape = None if self._shards is None else self._shards.shape(name)
+                running = self._sums[name] = RunningSum(parameter, shape)
             complete[name] = running.total()
         return complete
 
@@ -86,7 +89,7 @@ class ClippedSums:
             number = self._groups.group_of[name]
             group, form = self._open[number], uses[0] if len(uses) == 1 else combine(uses)
             group.waiting.discard(name)
-            last = not group.waiting
+            last = not group.waiting and self._shards is None  # sums over the ranks are made in one order, at the end
             if isinstance(form, Instantiated):
                 held = float(form.grads.nbytes)
             elif not (methods := form.methods()) or not micro.records:
@@ -113,7 +116,11 @@ class ClippedSums:
             self._begin(micro)
         left = [number for number, group in enumerate(self._open) if group.norms is None]
         if left:
-            self._add(micro, left, self._norms(micro, self._squares(micro, left)))
+            norms = self._norms(micro, self._squares(micro, left))
+            if self._shards is None:
+                self._add(micro, left, norms)
+            else:
+                self._scatter(micro, norms, self._shards)
         if self._observe is not None:
             self._observe(torch.stack([group.norms for group in self._open if group.norms is not None]))
         self._micro, self._open = None, []
@@ -140,19 +147,26 @@ class ClippedSums:
         for some in chunks:
             part = form.rows(some).by(method)
             norms.append(self._norms(micro, (others[some] + part.sq_norms).unsqueeze(0), some))
-            self._sum(micro, [{name: part}], norms[-1], [group])
+            self._sum(micro, [{name: part}], norms[-1], [group], self._sums)
         self._add(micro, [group], torch.cat(norms, 1))
 
     def _add(self, micro: MicroBatch, groups: list[int], norms: Tensor) -> None:
         """Clip the forms held for these groups by the norms [g,b], and add them to the sums."""
         held = [self._open[group].held for group in groups]
-        self._sum(micro, held, norms, groups)
+        self._sum(micro, held, norms, groups, self._sums)
         for row, number in enumerate(groups):
             group = self._open[number]
             group.norms, group.held = norms[row], {}
             self._ready.pop(number, None)
 
-    def _sum(self, micro: MicroBatch, held: list[dict[str, Form]], norms: Tensor, groups: list[int]) -> None:
+    def _sum(
+        self,
+        micro: MicroBatch,
+        held: list[dict[str, Form]],
+        norms: Tensor,
+        groups: list[int],
+        sums: "dict[str, RunningSum]",
+    ) -> None:
         """Add each group's forms, weighted by the factors; records whose norm is infinite add nothing."""
         if not any(held):
             return
@@ -167,14 +181,38 @@ class ClippedSums:
             some, addends = slice(first, min(first + BLOCK, records)), []
             for row, forms in enumerate(held):
                 for name, form in forms.items():
-                    running, parameter = self._sums.get(name), self._parameters[name]
+                    running, parameter = sums.get(name), self._parameters[name]
                     if running is None:
-                        running = self._sums[name] = RunningSum(parameter)
+                        running = sums[name] = RunningSum(parameter)
                     few = form if records <= BLOCK else form.rows(some)
                     few = few if everyone else few.keep(finite[row, some])
                     beta = running.make_room(some.stop - first)
                     addends.append(Addend(few, running.block, factors[row, some], beta))
             add_all(addends)
+
+    def _scatter(self, micro: MicroBatch, norms: Tensor, shards: Shards) -> None:
+        """Clip everything by the norms [G,b], and add this process's part of each sum over all processes."""
+        self._added = True
+        shards.divide()
+        for name, part in shards.scattered(self._one_by_one(micro, norms)):
+            running = self._sums.get(name)
+            if running is None:
+                running = self._sums[name] = RunningSum(self._parameters[name], shards.shape(name))
+            if running.make_room(max(1, micro.records)):
+                running.block += part
+            else:
+                running.block.copy_(part)
+        for group, own in zip(self._open, norms, strict=True):
+            group.norms = own
+
+    def _one_by_one(self, micro: MicroBatch, norms: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter's clipped sum, in memory of its own, zeros where it has none. What was held for it is dropped."""
+        for name, parameter in self._parameters.items():
+            number, sums = self._groups.group_of[name], dict[str, RunningSum]()
+            form = self._open[number].held.pop(name, None)
+            if form is not None:
+                self._sum(micro, [{name: form}], norms[number : number + 1], [number], sums)
+            yield name, (sums[name] if sums else RunningSum(parameter)).total()
 
     def _squares(self, micro: MicroBatch, groups: list[int]) -> Tensor:
         """Squared norms of the forms held for these groups, [g,b]."""
@@ -208,16 +246,16 @@ class GroupInProgress:
 
 
 class RunningSum:
-    """The sum of one parameter's clipped gradients over a logical batch.
+    """The sum of one parameter's clipped gradients over a logical batch, or a part of it of some `shape`.
 
     At most `BLOCK` records are summed in float32, in `block`, and full blocks in float64, in `blocks`: whatever the number
     of records, the error is a small part of one record's contribution. `records` counts those in the block. The block's
     memory is reused at every step: page faults in a new tensor take longer than drawing the noise.
     """
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, parameter: nn.Parameter, shape: tuple[int, ...] | None = None) -> None:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
-        self.block = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        self.block = torch.empty(parameter.shape if shape is None else shape, dtype=dtype, device=parameter.device)
         self.blocks: Tensor | None = None
         self.records = 0
 

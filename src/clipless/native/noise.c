@@ -196,7 +196,8 @@ void clipless_keystream(const uint8_t *key, int64_t high, int64_t low, uint8_t *
     erase(keys, sizeof keys);
 }
 
-/* Tensors laid end to end: the one of number k has the places from starts[k] up to starts[k+1]. */
+/* Tensors laid end to end: the one of number k has the places from starts[k] up to starts[k+1]. A null pointer is a gap:
+   its numbers are skipped, and chunks that lie inside it are not drawn. */
 static void add_noise(const __m128i *keys, int wide, float *const *into, const float *const *sums, const double *stddevs,
                       double weight, const int64_t *starts, int64_t tensors, int64_t chunk, int64_t end) {
     struct bits bits;
@@ -210,6 +211,10 @@ static void add_noise(const __m128i *keys, int wide, float *const *into, const f
             high = middle;
     }
     for (; chunk < end; chunk++) {
+        while (tensor < tensors && starts[tensor + 1] <= chunk * CHUNK)
+            tensor++;
+        if (tensor < tensors && !into[tensor] && starts[tensor + 1] >= (chunk + 1) * CHUNK)
+            continue;
         (wide ? wide_keystream : keystream)(keys, chunk, &bits);
         normals(&bits, noise);
         int64_t from = chunk * CHUNK, stop = from + CHUNK < starts[tensors] ? from + CHUNK : starts[tensors];
@@ -217,7 +222,9 @@ static void add_noise(const __m128i *keys, int wide, float *const *into, const f
             while (starts[tensor + 1] <= place)
                 tensor++;
             int64_t last = starts[tensor + 1] < stop ? starts[tensor + 1] : stop, at = place - starts[tensor];
-            add_scaled(into[tensor] + at, sums[tensor] + at, noise + (place - from), stddevs[tensor], weight, last - place);
+            if (into[tensor])
+                add_scaled(into[tensor] + at, sums[tensor] + at, noise + (place - from), stddevs[tensor], weight,
+                           last - place);
             place = last;
         }
     }

@@ -12,10 +12,11 @@ from clipless.native.library import COUNT, POINTER, WORTH_A_THREAD, function, th
 
 
 class Noise(NamedTuple):
-    """`add` takes a key, sums, their standard deviations, a weight, and the tensors that the results go to: float32, without
-    gaps, in main memory. `normals` writes the numbers of a key to a float64 tensor of whole chunks, for the self-check."""
+    """`add` takes a key, sums, their standard deviations, a weight, and the tensors that the results go to: float32,
+    contiguous, in main memory; then the place of each in the stream of numbers, ascending, or None if they lie end to end.
+    `normals` writes the numbers of a key to a float64 tensor of whole chunks, for the self-check."""
 
-    add: Callable[[bytearray, Sequence[Tensor], Sequence[float], float, Sequence[Tensor]], None]
+    add: Callable[[bytearray, Sequence[Tensor], Sequence[float], float, Sequence[Tensor], Sequence[int] | None], None]
     normals: Callable[[bytearray, Tensor], None]
 
 
@@ -45,17 +46,49 @@ def build(library: Path, chunk: int = 1024, narrow: bool = False) -> Noise | Non
         return None
 
     def add(
-        key: bytearray, sums: Sequence[Tensor], stddevs: Sequence[float], weight: float, into: Sequence[Tensor]
+        key: bytearray,
+        sums: Sequence[Tensor],
+        stddevs: Sequence[float],
+        weight: float,
+        into: Sequence[Tensor],
+        places: Sequence[int] | None = None,
     ) -> None:
-        count = len(sums)
-        starts = (COUNT * (count + 1))(0, *itertools.accumulate(map(Tensor.numel, into)))
-        places = [(POINTER * count)(*map(Tensor.data_ptr, tensors)) for tensors in (into, sums)]
-        work = 8 * starts[count]
+        outs: list[Tensor | None] = list(into)
+        ins: list[Tensor | None] = list(sums)
+        sizes = list(map(Tensor.numel, into))
+        if places is not None:
+            outs, ins, stddevs, sizes = _with_gaps(into, sums, stddevs, places)
+        count = len(outs)
+        starts = (COUNT * (count + 1))(0, *itertools.accumulate(sizes))
+        pointers = [(POINTER * count)(*map(_address, tensors)) for tensors in (outs, ins)]
+        work = 8 * sum(map(Tensor.numel, into))
         workers = 1 if work < WORTH_A_THREAD else threads(work)
         key_place = (ctypes.c_char * 32).from_buffer(key)
-        release(key_place, *places, (ctypes.c_double * count)(*stddevs), weight, starts, count, narrow, workers)
+        release(key_place, *pointers, (ctypes.c_double * count)(*stddevs), weight, starts, count, narrow, workers)
 
     def normals(key: bytearray, into: Tensor) -> None:
         numbers((ctypes.c_char * 32).from_buffer(key), into.data_ptr(), len(into) // chunk, narrow)
 
     return Noise(add, normals)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _with_gaps(
+    into: Sequence[Tensor], sums: Sequence[Tensor], stddevs: Sequence[float], places: Sequence[int]
+) -> tuple[list[Tensor | None], list[Tensor | None], list[float], list[int]]:
+    """The tensors with None for what lies between them, their standard deviations, and the size of each."""
+    outs: list[Tensor | None] = []
+    ins: list[Tensor | None] = []
+    scales: list[float] = []
+    sizes: list[int] = []
+    end = 0
+    for out, value, stddev, place in zip(into, sums, stddevs, places, strict=True):
+        outs += [None, out]
+        ins += [None, value]
+        scales += [1.0, stddev]
+        sizes += [place - end, out.numel()]
+        end = place + out.numel()
+    return outs, ins, scales, sizes

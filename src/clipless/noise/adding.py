@@ -6,6 +6,7 @@ one pass through the cache, cipher included. Both give the same bits.
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -31,16 +32,23 @@ def grid(stddev: float) -> float:
 
 
 def by_numpy(
-    key: bytearray, sums: Sequence[Tensor], stddevs: Sequence[float], weight: float, into: Sequence[Tensor]
+    key: bytearray,
+    sums: Sequence[Tensor],
+    stddevs: Sequence[float],
+    weight: float,
+    into: Sequence[Tensor],
+    places: Sequence[int] | None = None,
 ) -> None:
-    """into[k] = sums[k] + stddevs[k] times the numbers of the key, tensor after tensor, rounded to the grid of stddevs[k],
-    then times `weight`.
+    """into[k] = sums[k] + stddevs[k] times the numbers of the key from number places[k] on, by default tensor after tensor,
+    rounded to the grid of stddevs[k], then times `weight`.
 
-    Tensors in main memory, without gaps; each sum in the type of what it goes to. Torch does nothing here: its threads
+    Contiguous tensors in main memory; each sum in the type of what it goes to. Torch does nothing here: its threads
     compute nonsense in a forked child.
     """
     noise, left = blocks(key, sum(tensor.numel() for tensor in into)), np.empty(0)
-    for value, stddev, out in zip(sums, stddevs, into, strict=True):
+    for number, (value, stddev, out) in enumerate(zip(sums, stddevs, into, strict=True)):
+        if places is not None:
+            noise, left = blocks(key, out.numel(), places[number]), np.empty(0)
         given, made, far = value.numpy().reshape(-1), out.numpy().reshape(-1), 1.5 * 2.0**52 * grid(stddev)
         done = 0
         while done < len(made):
@@ -69,7 +77,7 @@ def _build(library: Path) -> Noise | None:
 
 
 def _pairs(ours: Noise) -> Iterator[tuple[Tensor, Tensor]]:
-    """The numbers of two keys, and sums with tensors of every length beside the borders of chunks."""
+    """The numbers of two keys, and sums with tensors of every length beside the borders of chunks, end to end and apart."""
     sizes = (1, 0, CHUNK - 2, 3 * CHUNK, 5, 40 * CHUNK, CHUNK + 7)
     sums = [torch.from_numpy(np.linspace(-3, 3, size, dtype=np.float32)) for size in sizes]
     stddevs = [0.1 * 1.9**number for number in range(len(sizes))]
@@ -78,8 +86,12 @@ def _pairs(ours: Noise) -> Iterator[tuple[Tensor, Tensor]]:
         ours.normals(key, numbers)
         yield numbers, torch.from_numpy(standard_normals(key, len(numbers)))
         made, expected = ([torch.from_numpy(np.zeros(size, np.float32)) for size in sizes] for _ in range(2))
-        ours.add(key, sums, stddevs, 1 / 3, made)
+        ours.add(key, sums, stddevs, 1 / 3, made, None)
         by_numpy(key, sums, stddevs, 1 / 3, expected)
+        yield from zip(made, expected, strict=True)
+        places = [start + number * (CHUNK + 300) for number, start in enumerate(accumulate(sizes, initial=5))][:-1]
+        ours.add(key, sums, stddevs, 1 / 7, made, places)
+        by_numpy(key, sums, stddevs, 1 / 7, expected, places)
         yield from zip(made, expected, strict=True)
 
 

@@ -51,14 +51,19 @@ def standard_normals(key: bytes | bytearray, count: int) -> Floats:
     return np.concatenate([np.empty(0), *blocks(key, count)])
 
 
-def blocks(key: bytes | bytearray, count: int) -> Iterator[Floats]:
-    """The same, block by block. A block may be overwritten."""
-    for first in range(0, count, _TOGETHER * CHUNK):
-        chunks = min(_TOGETHER, -(-(count - first) // CHUNK))
-        bits = words(key, first // CHUNK * CHUNK_BLOCKS, chunks * CHUNK)
+def blocks(key: bytes | bytearray, count: int, place: int = 0) -> Iterator[Floats]:
+    """The same, block by block, from number `place` on. A block may be overwritten.
+
+    >>> bool((next(blocks(bytes(32), 3, 1500)) == standard_normals(bytes(32), 1503)[1500:]).all())
+    True
+    """
+    skipped, start = place % CHUNK, place // CHUNK
+    for first in range(0, skipped + count, _TOGETHER * CHUNK):
+        chunks = min(_TOGETHER, -(-(skipped + count - first) // CHUNK))
+        bits = words(key, (start + first // CHUNK) * CHUNK_BLOCKS, chunks * CHUNK)
         numbers = box_muller(bits)
         bits[:] = 0
-        yield numbers[: count - first]
+        yield numbers[max(skipped - first, 0) : skipped + count - first]
 
 
 def box_muller(bits: Words) -> Floats:

@@ -29,12 +29,20 @@ class NoiseSource:
         self._keys, self._on_device = keys, on_device
 
     def release(
-        self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float], divisor: float = 1.0
+        self,
+        stream: str,
+        step: int,
+        values: Sequence[Tensor],
+        stddevs: Sequence[float],
+        divisor: float = 1.0,
+        places: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """Each value plus normal noise of its standard deviation, rounded to a multiple of `grid(stddev)`, then divided.
 
         The divisor is at least 1. Results are in the value's type, or float32 if that is finer, in fresh tensors: no memory
-        in which a value without noise has been. The values are left as they are.
+        in which a value without noise has been. The values are left as they are. They use the numbers of the step's stream
+        one after the other, or, with ascending `places`, each from its place on: a shard of a value gets the noise that it
+        would get as a part of the whole.
         """
         sums, outs, fits = [], [], True
         for value, stddev in zip(values, stddevs, strict=True):
@@ -48,10 +56,11 @@ class NoiseSource:
             outs.append(torch.empty_like(here))
         key = self._keys.key(stream, step)
         fast = compiled() if fits else None
-        (fast.add if fast else by_numpy)(key, sums, stddevs, 1 / divisor, outs)
+        (fast.add if fast else by_numpy)(key, sums, stddevs, 1 / divisor, outs, places)
         for number, value in enumerate(values):
             if not value.is_cpu:
-                outs[number] = self._sent_back(key, number, value.detach(), stddevs[number], divisor, outs[number])
+                place, made = 0 if places is None else places[number], outs[number]
+                outs[number] = self._sent_back(key, number, place, value.detach(), stddevs[number], divisor, made)
         erase(key)
         return outs
 
@@ -63,14 +72,14 @@ class NoiseSource:
         return value.to("cpu", dtype).contiguous()
 
     def _sent_back(
-        self, key: bytearray, number: int, value: Tensor, stddev: float, divisor: float, made: Tensor
+        self, key: bytearray, number: int, place: int, value: Tensor, stddev: float, divisor: float, made: Tensor
     ) -> Tensor:
         """A release on the value's own device: what was made in main memory, or drawn there by torch's generator, which is
         not cryptographic and leaves the last bits as floating point does."""
         if not self._on_device:
             return made.to(value.device)
-        # Counters that no number in main memory is made of.
-        seed = int(words(key, (number + 1) << 64, 1)[0]) >> 1
+        # Counters that no number in main memory is made of, and no other part of the same value.
+        seed = int(words(key, ((number + 1) << 64) + place, 1)[0]) >> 1
         noise = torch.empty(value.shape, dtype=made.dtype, device=value.device)
         noise.normal_(generator=torch.Generator(value.device).manual_seed(seed))
         return value.to(made.dtype).add(noise, alpha=stddev).div_(divisor)

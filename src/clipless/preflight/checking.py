@@ -14,9 +14,10 @@ from clipless import defaults, oracle
 from clipless.arguments import named
 from clipless.clipped import ClippedSum, LossFunction
 from clipless.clipping import Clipping, abadi, as_clipping
-from clipless.errors import CliplessError, InvalidArgument, InvalidType
+from clipless.errors import CliplessError, InvalidArgument, InvalidType, Misuse
 from clipless.gradients.capture.watch import watched_buffers
 from clipless.gradients.clipped_sum import clipped_sum, count_records
+from clipless.gradients.shards import refuse_sharded, sharded_parameter
 from clipless.partition import partition
 from clipless.plan import sensitivity
 from clipless.preflight.handling import HandledBy, observe_rules, registered
@@ -48,6 +49,7 @@ def check(
     (True, [('weight', 'linear'), ('bias', 'linear')])
     """
     how = as_clipping(clipping)
+    refuse_sharded(model)
     loss_fn = _spread(loss_fn, named("loss_reduction", loss_reduction, {"mean": True, "sum": False}))
     groups = partition(how.groups, [name for name, p in model.named_parameters() if p.requires_grad])
     bound = float(sensitivity(how.start(len(groups))))
@@ -83,6 +85,8 @@ def refuse_unsound(model: nn.Module, loss_and_batch: object, clipping: str | Cli
         raise InvalidType(
             "check must be a pair (loss_fn, batch), where loss_fn(model, batch) returns the training loss."
         )
+    if sharded_parameter(model) is not None:
+        raise Misuse("check= runs the model in one process: call clipless.check(...) before fully_shard.")
     check(model, *loss_and_batch, clipping, loss_reduction).raise_if_unsound()
 
 

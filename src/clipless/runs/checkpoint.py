@@ -31,7 +31,8 @@ _FIRST_LINE = re.compile(rb"clipless-checkpoint (\d{1,9}) ([0-9a-f]{64})")
 @dataclass(frozen=True)
 class Checkpoint:
     """A run after one of its steps. `ledger` is the ledger's path relative to the checkpoint's folder; `run`, `position` and
-    `head` identify the ledger and its length."""
+    `head` identify the ledger and its length. `shards` says where sharded tensors are: `model` and `optimizer` then have
+    placeholders for them."""
 
     ledger: str
     run: str
@@ -43,11 +44,13 @@ class Checkpoint:
     private: dict[str, Any]
     random: dict[str, Any]
     extra: Any
+    shards: dict[str, Any] | None = None
 
     def write(self, path: Path) -> None:
         """Write the checkpoint, replacing an earlier one atomically. It is on disk when this returns."""
         buffer = io.BytesIO()
-        torch.save({field.name: getattr(self, field.name) for field in fields(self)}, buffer)
+        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        torch.save({name: value for name, value in content.items() if name != "shards" or value is not None}, buffer)
         buffer.seek(0)
         strange = get_unsafe_globals_in_checkpoint(buffer)
         if strange:
@@ -99,22 +102,25 @@ class Checkpoint:
 def checkpoint_of(
     path: Path,
     journal: Journal,
-    model: nn.Module,
     optimizer: Optimizer,
+    states: tuple[dict[str, Any], dict[str, Any]],
     private: dict[str, Any],
     extra: Any,
     others: Sequence[dict[str, Any]] = (),
+    shards: dict[str, Any] | None = None,
 ) -> Checkpoint:
-    """A checkpoint of the run's current state, to be written to `path`; `others` are the other ranks' random states."""
+    """A checkpoint of the run's current state, to be written to `path`; `states` are those of the model and its optimizer,
+    `others` the other ranks' random states."""
     return Checkpoint(
         ledger=os.path.relpath(journal.path.absolute(), path.parent.absolute()),
         **journal.place(),
         optimizer_class=_class(optimizer),
-        model=model.state_dict(),
-        optimizer=optimizer.state_dict(),
+        model=states[0],
+        optimizer=states[1],
         private=private,
         random=random_states() | ({"others": list(others)} if others else {}),
         extra=extra,
+        shards=shards,
     )
 
 

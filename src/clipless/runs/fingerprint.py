@@ -12,7 +12,8 @@ WIDTH = 256
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """32 hex digits that depend on shapes, types and every bit of the tensors, in order.
+    """32 hex digits that depend on shapes, types and every bit of the tensors, in order; of a sharded tensor those of this
+    process's part.
 
     The bits, as 64-bit words in rows of `WIDTH`, are summed along rows and along columns, and the sums are hashed. A change
     of a single number always changes the digest. So do other changes, unless they are made to cancel along both; a hash of
@@ -25,6 +26,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tensor.shape};".encode())
+        tensor = getattr(tensor, "_local_tensor", tensor)
         if tensor.numel():
             _add(digest, tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy())
     return digest.hexdigest()[:32]

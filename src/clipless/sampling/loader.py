@@ -23,12 +23,14 @@ from clipless.sampling.poisson import poisson_sample
 
 @dataclass(frozen=True)
 class Batch:
-    """A logical batch, as announced: number of the draw, number of records, how and at what rate it was drawn."""
+    """A logical batch, as announced: number of the draw, number of records, how and at what rate it was drawn. `most` is the
+    largest number of records on any rank if all ranks must take the same number of parts, else 0."""
 
     draw: int
     records: int
     sampling: str
     sample_rate: float
+    most: int = 0
 
 
 class BatchListener(Protocol):
@@ -53,7 +55,7 @@ class PoissonSampler:
     """Draws of record numbers. A draw can be repeated, with the same records, until it is forgotten.
 
     With `share=(rank, ranks)` every rank makes the same draw and takes every `ranks`-th record of it, starting with number
-    `rank`: together they have each record of the draw exactly once.
+    `rank`: together they have each record of the draw exactly once. `in_step`: all ranks must take the same number of parts.
     """
 
     source: NoiseSource
@@ -61,13 +63,20 @@ class PoissonSampler:
     rate: float
     name: str = "poisson"
     share: tuple[int, int] = (0, 1)
+    in_step: bool = False
 
     def indices(self, draw: int) -> Tensor:
+        """The numbers of the records of a batch."""
+        return self.batch(draw)[1]
+
+    def batch(self, draw: int) -> tuple[Batch, Tensor]:
+        """A batch, as it is announced, and the numbers of its records."""
         key = self.source.sample_key(draw)
         chosen = poisson_sample(key, self.size, self.rate)
         erase(key)
         rank, ranks = self.share
-        return chosen[rank::ranks]
+        own = chosen[rank::ranks]
+        return Batch(draw, len(own), self.name, self.rate, len(chosen[::ranks]) if self.in_step else 0), own
 
     def forget(self, before: int) -> None:
         """Erase the keys of earlier draws, which will not be repeated."""
@@ -86,6 +95,7 @@ class PrivateLoader:
         self._passes = 0
         self._handed_out = 0
         self._parts: list[Tensor] = []
+        self._most = 0
         self._fetch = fetch
         self._sampler = sampler
         self._steps_per_pass = steps_per_pass
@@ -142,7 +152,7 @@ class PrivateLoader:
             self._listener.open_batch(batch)
             self.draws = batch.draw + 1
             self._sampler.forget(self.draws)
-            self._parts = parts
+            self._parts, self._most = parts, batch.most
             unfetched = deque(parts)
             yield self._announced(unfetched, lambda part: next(fetched))
             if number != self._passes:
@@ -156,7 +166,7 @@ class PrivateLoader:
 
     def _again(self, part_size: int | None) -> Iterator[Any]:
         self._listener.reopen_batch()
-        return self._announced(deque(_split(torch.cat(self._parts), part_size)), self._fetch.once)
+        return self._announced(deque(_split(torch.cat(self._parts), part_size, self._most)), self._fetch.once)
 
     def _announced(self, parts: deque[Tensor], fetch: Callable[[Tensor], Any]) -> Iterator[Any]:
         """Each part's data, after its announcement. Only the newest iterator is valid: otherwise a part could be yielded
@@ -224,12 +234,14 @@ class _Schedule:
             yield self._unfetched.popleft()
 
     def _draw(self, draw: int) -> None:
-        indices = self._sampler.indices(draw)
-        parts = _split(indices, self._part_size)
-        batch = Batch(draw, len(indices), self._sampler.name, self._sampler.rate)
+        batch, indices = self._sampler.batch(draw)
+        parts = _split(indices, self._part_size, batch.most)
         self._announcements.append((batch, parts))
         self._unfetched.extend(filter(len, parts))
 
 
-def _split(records: Tensor, part_size: int | None) -> list[Tensor]:
-    return list(records.split(part_size or max(1, len(records))))
+def _split(records: Tensor, part_size: int | None, most: int) -> list[Tensor]:
+    """Parts of at most `part_size` records, followed by empty ones up to the number of parts that `most` records have."""
+    size = part_size or max(1, len(records))
+    parts = list(records.split(size))
+    return parts if part_size is None else parts + [records[:0]] * (-(-most // size) - len(parts))

@@ -1,4 +1,4 @@
-"""A private step of several processes against plain `DistributedDataParallel`, and both against one process.
+"""A private step of several processes against plain `DistributedDataParallel` and plain FSDP2, and all against one process.
 
 Every world is made of fresh processes of one thread each, `python -m clipless.app.bench.processes REQUEST`, joined by gloo.
 The same batch is divided over the ranks, so a world of two that takes half as long has twice the throughput.
@@ -12,20 +12,26 @@ import tempfile
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clipless.app.bench import memory
-from clipless.app.bench.problems import PROBLEMS, TINY_PROBLEMS, Problem
+from clipless.app.bench.problems import PROBLEMS, TINY_PROBLEMS, Block, Problem, Residual
 from clipless.app.bench.timing import interleave
 from clipless.app.bench.ways import PLAIN, SEED, Runner, private, train_step
 from clipless.clipping import auto_s
 from clipless.errors import Misuse
 
 PRIVATE = "auto-s"
+SHARDED, PRIVATE_SHARDED = f"{PLAIN} sharded", f"{PRIVATE} sharded"
+# Each private way beside the plain one that it is measured against.
+PAIRS = {PRIVATE: PLAIN, PRIVATE_SHARDED: SHARDED}
+# Each way of several processes beside the way of one that does the same.
+PAIRS_IN_ONE = {PLAIN: PLAIN, PRIVATE: PRIVATE, SHARDED: PLAIN, PRIVATE_SHARDED: PRIVATE}
 SECONDS = 1800
 MEMORY_ROUNDS = 3
 
@@ -53,42 +59,64 @@ class World:
     peak_above_import_mb: dict[str, float]
 
     @property
-    def private_over_plain(self) -> float:
-        return self.min_ms[PRIVATE] / self.min_ms[PLAIN]
+    def private_over_plain(self) -> dict[str, float]:
+        """For each private way how many times longer it takes than its plain one."""
+        return {way: self.min_ms[way] / self.min_ms[plain] for way, plain in PAIRS.items() if way in self.min_ms}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One process and several, on one model. `bytes_sent` is what a rank hands to the reduction at each step."""
+    """One process and several, on one model. `bytes_sent` is what a rank hands to the reduction at each step, `state_mb`
+    what parameters, gradients and the optimizer's state take where nothing is sharded, `parameters` how many are trained."""
 
     model: str
     one: World
     several: World
     bytes_sent: int
+    state_mb: float
+    parameters: int
 
     def speedup(self, way: str) -> float:
         """How many times the throughput of one process several have."""
-        return self.one.min_ms[way] / self.several.min_ms[way]
+        return self.one.min_ms[PAIRS_IN_ONE[way]] / self.several.min_ms[way]
+
+    @property
+    def saved_share(self) -> float | None:
+        """By how much of `state_mb` the peak of a rank is lower if the private model is sharded; None if not measured."""
+        peaks = self.several.peak_above_import_mb
+        return (peaks[PRIVATE] - peaks[PRIVATE_SHARDED]) / self.state_mb if PRIVATE_SHARDED in peaks else None
 
     def to_dict(self) -> dict[str, Any]:
-        speedups = {way: self.speedup(way) for way in (PLAIN, PRIVATE)}
+        speedups = {way: self.speedup(way) for way in self.several.min_ms}
         ratios = {"one": self.one.private_over_plain, "several": self.several.private_over_plain}
-        return asdict(self) | {"speedup": speedups, "private_over_plain": ratios}
+        found = {"speedup": speedups, "private_over_plain": ratios, "saved_share_of_state": self.saved_share}
+        return asdict(self) | found
 
 
 def compare(model: str, processes: int, rounds: int, tiny: bool = False, peak: bool = True) -> Comparison:
     """Measure one model in a world of one process and in a world of several; `peak` says whether memory is measured, which
     takes worlds of its own."""
-    built = (TINY_PROBLEMS if tiny else PROBLEMS)[model].build()
-    sent = sum(4 * p.numel() for p in built.parameters() if p.requires_grad)
+    problem = (TINY_PROBLEMS if tiny else PROBLEMS)[model]
+    built = problem.build()
+    trained = [p for p in built.parameters() if p.requires_grad]
+    sent = sum(4 * p.numel() for p in trained)
+    numbers = sum(p.numel() for p in built.parameters()) + sum(p.numel() for p in trained) * (
+        1 + _moments(problem, built)
+    )
     one, several = (_world(model, size, rounds, tiny, peak) for size in (1, processes))
-    return Comparison(model, one, several, sent)
+    return Comparison(model, one, several, sent, 4 * numbers / 1e6, sent // 4)
+
+
+def _moments(problem: Problem, model: nn.Module) -> int:
+    """How many numbers the optimizer keeps for each parameter."""
+    return 2 if isinstance(problem.optimizer(model), torch.optim.Adam) else 0
 
 
 def _world(model: str, processes: int, rounds: int, tiny: bool, peak: bool) -> World:
-    times: dict[str, list[float]] = _answers(model, processes, (PLAIN, PRIVATE), rounds, tiny)[0]["ms"]
+    ways = (PLAIN, PRIVATE) if processes == 1 else tuple(PAIRS_IN_ONE)
+    times: dict[str, list[float]] = _answers(model, processes, ways, rounds, tiny)[0]["ms"]
     peaks = {}
-    for way in (PLAIN, PRIVATE) if peak else ():
+    for way in ways if peak else ():
         peaks[way] = max(said["peak_mb"] for said in _answers(model, processes, (way,), MEMORY_ROUNDS, tiny))
     medians = {way: sorted(found)[len(found) // 2] for way, found in times.items()}
     return World(processes, {way: min(found) for way, found in times.items()}, medians, peaks)
@@ -127,6 +155,26 @@ def _plain(problem: Problem, rank: int, processes: int) -> Runner:
     return Runner(lambda: own, partial(train_step, problem, model, problem.optimizer(model)), lambda: None)
 
 
+def _plain_sharded(problem: Problem, rank: int, processes: int) -> Runner:
+    model, x, y = problem.make(SEED)
+    own = x[rank::processes], y[rank::processes]
+    step = partial(train_step, problem, _sharded(model), problem.optimizer(model))
+    return Runner(lambda: own, step, lambda: None)
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    """The model sharded by FSDP2: every block, or every layer where there are none, apart from the rest."""
+    from torch.distributed.fsdp import fully_shard
+
+    blocks: list[nn.Module] = [m for m in model.modules() if isinstance(m, Block | Residual | nn.Embedding)]
+    for module in blocks or [child for child in model.children() if any(True for _ in child.parameters())]:
+        fully_shard(module)
+        if isinstance(module, nn.Embedding):  # whose backward pass has no use for its weight
+            cast(Any, module).set_unshard_in_backward(False)
+    fully_shard(model)
+    return model
+
+
 def main(request: Request, rank: int) -> None:
     """One rank: take the steps, and write down how long they took and the peak of memory."""
     torch.set_num_threads(1)
@@ -138,7 +186,12 @@ def main(request: Request, rank: int) -> None:
         )
     problem = (TINY_PROBLEMS if request.tiny else PROBLEMS)[request.model]
     imported = memory.resident("VmRSS")
-    makers = {PLAIN: lambda: _plain(problem, rank, request.processes), PRIVATE: lambda: private(problem, auto_s())}
+    makers = {
+        PLAIN: lambda: _plain(problem, rank, request.processes),
+        PRIVATE: lambda: private(problem, auto_s()),
+        SHARDED: lambda: _plain_sharded(problem, rank, request.processes),
+        PRIVATE_SHARDED: lambda: private(problem, auto_s(), _sharded),
+    }
     runners = {way: makers[way]() for way in request.ways}
     memory.forget_peak()
     interleave(runners, 2)

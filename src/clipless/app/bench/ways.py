@@ -47,9 +47,12 @@ def plain(problem: Problem) -> Runner:
     return Runner(lambda: (x, y), partial(train_step, problem, model, problem.optimizer(model)), lambda: None)
 
 
-def private(problem: Problem, clipping: Clipping) -> Runner:
+def private(
+    problem: Problem, clipping: Clipping, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> Runner:
     """clipless. Every record is in every batch, so that no small batch sets the minimum."""
     model, x, y = problem.make(SEED)
+    model = wrap(model)
     optimizer = problem.optimizer(model)
     attached = attach(model, optimizer, x, y, clipping)
     batches: Iterator[Any] = iter(attached.loader)

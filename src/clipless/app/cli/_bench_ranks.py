@@ -10,8 +10,7 @@ from rich.table import Table
 
 from clipless.app.bench import machine
 from clipless.app.bench.problems import PROBLEMS
-from clipless.app.bench.processes import Comparison, compare
-from clipless.app.bench.ways import PLAIN
+from clipless.app.bench.processes import PAIRS_IN_ONE, Comparison, compare
 from clipless.app.cli import _output
 from clipless.app.cli._progress import PERCENT, progress_bar
 from clipless.arguments import named
@@ -49,9 +48,11 @@ def _table(found: Sequence[Comparison], processes: int) -> Table:
     for column in ("model", "way", "ms in 1", *ends):
         table.add_column(column, justify="left" if column in ("model", "way") else "right")
     for one in found:
-        for way in one.one.min_ms:
-            times = (f"{world.min_ms[way]:.4g}" for world in (one.one, one.several))
-            over = (f"{world.min_ms[way] / world.min_ms[PLAIN]:.2f}" for world in (one.one, one.several))
+        for way, alone in PAIRS_IN_ONE.items():
+            times = (f"{one.one.min_ms[alone]:.4g}", f"{one.several.min_ms[way]:.4g}")
+            over = (
+                f"{world.private_over_plain.get(own, 1.0):.2f}" for world, own in ((one.one, alone), (one.several, way))
+            )
             most = one.several.peak_above_import_mb.get(way, math.nan)
             table.add_row(one.model, way, *times, f"{one.speedup(way):.2f}", *over, f"{most:.0f}")
     return table

@@ -50,33 +50,50 @@ class Frame:
     takeover: Takeover | None = None
     random_state: RandomState | None = None
 
-    def trace_parameters(self, parameters: dict[str, nn.Parameter], operations: Operations) -> None:
+    def trace_parameters(self, operations: Operations) -> None:
         """Replace the module's own parameters by traced tensors while it runs."""
         for path, name in self.layer.own.items():
-            self._replace(self.layer, path, parameters[name], name, operations)
+            self._replace(self.layer, path, name, operations)
 
-    def _replace(self, layer: Layer, path: str, parameter: nn.Parameter, name: str, operations: Operations) -> None:
+    def _replace(self, layer: Layer, path: str, name: str, operations: Operations) -> None:
         prefix, _, local = path.rpartition(".")
         holder = layer.module.get_submodule(prefix)
-        if parameter.requires_grad and not isinstance(holder._parameters[local], Traced):
+        parameter = holder._parameters[local]
+        if parameter is not None and parameter.requires_grad and not isinstance(parameter, Traced):
             holder._parameters[local] = root(name, layer.name, parameter, operations)  # type: ignore[assignment]
             self.replaced.append((holder, local, parameter))
+
+    def handle_strays(
+        self, pattern: CallPattern, model: ModelMap, outermost: MicroBatch | None, operations: Operations
+    ) -> None:
+        """Replace the parameters that are used outside their module's forward by traced tensors, except during that forward.
+        Without records, freeze them. `outermost` is the open micro-batch in the outermost call, else None."""
+        if outermost is not None and outermost.records:
+            self.trace_strays(model, pattern.strays, operations)
+        elif outermost is not None:
+            parameters = model.live
+            for name in pattern.strays:
+                if parameters[name].requires_grad:
+                    parameters[name].requires_grad = False
+                    self.turned_off.append(parameters[name])
+        if self.layer.name not in pattern.by_operation:
+            self.use_own_strays(pattern.strays)
 
     def trace_strays(self, model: ModelMap, strays: Collection[str], operations: Operations) -> None:
         """Replace these parameters by traced tensors in every module, while the whole model runs."""
         for layer in model.layers.values():
             for path, name in layer.own.items():
                 if name in strays:
-                    self._replace(layer, path, model.parameters[name], name, operations)
+                    self._replace(layer, path, name, operations)
 
-    def use_own_strays(self, strays: Collection[str], parameters: dict[str, nn.Parameter]) -> None:
+    def use_own_strays(self, strays: Collection[str]) -> None:
         """Give the module its own parameters back while it runs; the rest of the model keeps the traced tensors."""
         for path, name in self.layer.own.items():
             prefix, _, local = path.rpartition(".")
             holder = self.layer.module.get_submodule(prefix)
             traced: Tensor | None = holder._parameters[local]
             if name in strays and isinstance(traced, Traced):
-                holder._parameters[local] = parameters[name]
+                holder._parameters[local] = traced.parameter
                 self.lent.append((holder, local, traced))
 
     def put_back(self) -> None:

@@ -2,13 +2,14 @@
 gradient to the receiver."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from clipless.errors import Misuse
@@ -16,10 +17,14 @@ from clipless.gradients.capture.messages import stray_parameter
 from clipless.gradients.capture.model_map import Layer, ModelMap, is_idle
 from clipless.gradients.capture.refusals import compiled_pass, refuse_compiled, refuse_module
 from clipless.gradients.layers.rule import reweighted
+from clipless.gradients.trees import differentiable
 
 
 class Listener(Protocol):
     """Is notified of every call of a module."""
+
+    def approach(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the call of a sharded model, and before its parameters are gathered. Returns what `enter` returns."""
 
     def enter(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the call. Returns replacement arguments, or None."""
@@ -31,14 +36,17 @@ class Listener(Protocol):
 class Hooks:
     """Forward hooks on the modules of a model, and hooks on its parameters that refuse gradients which bypass the taps.
 
-    `stray(name)` is what to raise for such a gradient. Without a `listener` modules run as if there were no hooks. In a pass
-    on an `empty` batch, gradients of zero may bypass the taps.
+    `stray(name)` is what to raise for such a gradient. `root` is the model if it is sharded. Without a `listener` modules
+    run as if there were no hooks. In a pass on an `empty` batch, gradients of zero may bypass the taps.
     """
 
-    def __init__(self, model: ModelMap, stray: Callable[[str], Exception] = stray_parameter) -> None:
+    def __init__(
+        self, model: ModelMap, stray: Callable[[str], Exception] = stray_parameter, root: nn.Module | None = None
+    ) -> None:
         self.listener: Listener | None = None
         self.empty = False
-        self._model, self._stray = model, stray
+        self._model, self._stray, self._root = model, stray, root
+        self._watched: set[int] = set()
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -53,11 +61,21 @@ class Hooks:
                 module.register_forward_pre_hook(EnterHook(self, layer), prepend=reweighted(module), with_kwargs=True),
                 module.register_forward_hook(LeaveHook(self, layer), prepend=True, with_kwargs=True, always_call=True),
             ]
-        for name, parameter in self._model.parameters.items():
-            self._handles.append(parameter.register_hook(_refuse_stray(weakref.ref(self), name, self._stray)))
+        if self._root is not None:
+            hook = ApproachHook(self, self._model.layers[self._root])
+            self._handles.append(self._root.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        self.watch(self._model.parameters)
+
+    def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Refuse gradients that arrive at these parameters themselves."""
+        for name, parameter in parameters.items():
+            if id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                self._handles.append(parameter.register_hook(_refuse_stray(weakref.ref(self), name, self._stray)))
 
     def detach(self) -> None:
         """Remove all hooks."""
+        self._watched.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -100,6 +118,14 @@ class Hook:
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _left_behind, ()
+
+
+class ApproachHook(Hook):
+    """Before all other hooks of a sharded model."""
+
+    def __call__(self, module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        listener = self._hooks.listener
+        return None if listener is None else listener.approach(self._layer, args, kwargs)
 
 
 class EnterHook(Hook):
@@ -159,3 +185,13 @@ class Tap(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.call.receive(ctx.call, ctx.saved_tensors, grads)
         return (None, None, *grads)
+
+
+def tap_leaves(anchor: Tensor, call: Any, output: Any) -> Any:
+    """The output with a tap on its floating-point tensors, wherever they are in it."""
+    leaves, spec = pytree.tree_flatten(output)
+    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tapped = Tap.apply(anchor, call, *differentiable(output))  # type: ignore[no-untyped-call]
+    for k, value in zip(places, tapped, strict=True):
+        leaves[k] = value
+    return pytree.tree_unflatten(leaves, spec)

@@ -6,15 +6,18 @@ A probe has found it (layout.py); what is left are calls that no probe met and r
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.capture import messages
 from clipless.gradients.capture.frames import Frame
 from clipless.gradients.capture.layout import Place
+from clipless.gradients.capture.micro_batch import MicroBatch
 from clipless.gradients.capture.patterns import CallPattern
 from clipless.gradients.capture.rows import Located, is_single, rows_of_call, rows_of_operation, rows_of_results
 from clipless.gradients.capture.traced import located_shapes, refuse_mixing
-from clipless.gradients.trees import Shapes
+from clipless.gradients.records import broken_records
+from clipless.gradients.trees import Shapes, plain_tensors
 
 
 def locate_input(pattern: CallPattern, frame: Frame, shapes: Shapes, records: int) -> None:
@@ -67,6 +70,16 @@ def _locate_rows(pattern: CallPattern, frame: Frame, shapes: Shapes, out_shapes:
         raise
     frame.dims, frame.out_dims, frame.rows = found
     frame.has_rows = True
+
+
+def mark_broken(frame: Frame, inputs: tuple[Any, Any], micro: MicroBatch) -> None:
+    """Mark the records whose data, not yet touched by a parameter, are not finite. In a module without a rule -inf may
+    belong to a mask and counts as finite."""
+    tensors = plain_tensors(inputs) or [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    for tensor, dim in zip(tensors, frame.dims, strict=True):
+        broken = broken_records(tensor, dim, micro.records, masks=frame.layer.is_generic)
+        if broken is not None:
+            micro.broken = broken if micro.broken is None else micro.broken | broken
 
 
 def locate_operation(

@@ -142,3 +142,17 @@ def stray_parameter(name: str) -> CliplessError:
         f"parameter {name!r} was used outside its module's forward, so per-sample gradients cannot be computed. Call "
         "the module that owns it, or move the parameter into a small module with a forward of its own."
     )
+
+
+def inside_shards(name: str) -> CliplessError:
+    return Misuse(
+        f"module {name!r} of a sharded model was called by itself: the ranks agree on what they do where the model that "
+        "was given to make_private is called. Call that model, and use parts of it under torch.no_grad()."
+    )
+
+
+def stray_shard(name: str) -> CliplessError:
+    return UnsupportedModule(
+        f"parameter {name!r} is used outside the module that owns it, and is sharded there: it is not together then. Leave "
+        "that module out of fully_shard, so that it is sharded with the whole model."
+    )

@@ -15,7 +15,8 @@ class Layer:
 
     `own` are the trainable parameters that it uses itself, by their path in the module, with their name in the model
     (the first one if they are shared). `rule` computes their per-sample gradients. `suspect`: the module is refused in some
-    modes. `is_generic`: there is no rule for its kind. `is_recurrent`: its kernel is taken over.
+    modes. `is_generic`: there is no rule for its kind. `is_recurrent`: its kernel is taken over. `sharded`: its parameters
+    are divided over processes.
     """
 
     module: nn.Module
@@ -26,12 +27,25 @@ class Layer:
     suspect: bool
     is_generic: bool
     is_recurrent: bool
+    sharded: bool = False
+
+    @property
+    def live(self) -> tuple[nn.Parameter, ...]:
+        """The objects that the module holds for `parameters` now: FSDP2 replaces sharded ones while they are gathered."""
+        return tuple(map(self._found, self.own)) if self.sharded else self.parameters
+
+    def _found(self, path: str) -> nn.Parameter:
+        holder, _, local = path.rpartition(".")
+        found = self.module.get_submodule(holder)._parameters[local]
+        assert found is not None
+        return found
 
 
 class ModelMap:
     """All modules of a model, and its trainable parameters by name."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sharded: bool = False) -> None:
+        self.sharded = sharded
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         self.layers: dict[nn.Module, Layer] = {}
@@ -48,12 +62,23 @@ class ModelMap:
                 suspect=may_be_refused(module),
                 is_generic=rule is generic,
                 is_recurrent=isinstance(module, nn.RNNBase) and rule is not generic,
+                sharded=sharded,
             )
 
     @property
     def modules(self) -> list[nn.Module]:
         """All modules."""
         return list(self.layers)
+
+    @property
+    def live(self) -> dict[str, nn.Parameter]:
+        """The objects that the model holds for `parameters` now."""
+        if not self.sharded:
+            return self.parameters
+        found = {
+            name: p for layer in self.layers.values() for name, p in zip(layer.own.values(), layer.live, strict=True)
+        }
+        return {name: found[name] for name in self.parameters}
 
     @property
     def rules(self) -> dict[str, LayerRule]:

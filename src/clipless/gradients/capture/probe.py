@@ -28,6 +28,7 @@ from clipless.gradients.records import (
     unused_primes,
     unused_sizes,
 )
+from clipless.gradients.shards import Shards
 from clipless.gradients.trees import differentiable, opened, plain_tensors, shapes_of
 from clipless.random_state import random_state_kept
 
@@ -35,9 +36,15 @@ from clipless.random_state import random_state_kept
 class LearnedPatterns:
     """The patterns in which the model has been called so far."""
 
-    def __init__(self, model: ModelMap, hooks: Hooks, watch: StateWatch) -> None:
+    def __init__(self, model: ModelMap, hooks: Hooks, watch: StateWatch, shards: Shards | None = None) -> None:
         self._model, self._hooks, self._watch, self._rules = model, hooks, watch, model.rules
+        self._shards = shards
         self._patterns: dict[object, CallPattern] = {}
+
+    def knows(self, layer: Layer, inputs: tuple[Any, Any]) -> bool:
+        """Whether the pattern of such a call has been learned."""
+        pattern = self._patterns.get(signature(layer.module, inputs))
+        return pattern is not None and pattern.learned
 
     def find(self, layer: Layer, inputs: tuple[Any, Any], records: int) -> CallPattern:
         """The pattern of a call of the outermost module. A new one is learned by probes; raises if that fails."""
@@ -47,12 +54,20 @@ class LearnedPatterns:
         if not pattern.learned:
             learn_pattern(pattern, self._model, self._hooks, layer.module, inputs, records)
             self._watch.refuse_pass(records)
+            self._refuse_inner_strays(pattern)
             pattern.square = square
             tensors = plain_tensors(inputs)
             if tensors is not None and len(tensors) == 1 and pattern.reading == {0: 0}:
                 pattern.single_input = (id(layer.module), layer.module.training, tensors[0].dim())
         pattern.square &= square
         return pattern
+
+    def _refuse_inner_strays(self, pattern: CallPattern) -> None:
+        """Raise if a parameter is used outside its module's forward, where it is sharded."""
+        inner = set() if self._shards is None else set(pattern.strays) - set(self._shards.outer)
+        if inner:
+            pattern.forget()
+            raise messages.stray_shard(min(inner))
 
 
 def learn_pattern(
@@ -95,6 +110,9 @@ class Probe:
             while self._frames:
                 self._frames.pop().put_back()
 
+    def approach(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A probe changes nothing."""
+
     def enter(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the shapes of a module's inputs."""
         refuse_module(layer.module, layer.name)
@@ -105,11 +123,11 @@ class Probe:
         if len(self._frames) == 1 and self._pattern.strays:
             frame.trace_strays(self._model, self._pattern.strays, self)
         if layer.name in self._pattern.by_operation:
-            frame.trace_parameters(self._model.parameters, self)
+            frame.trace_parameters(self)
             return
         if self._pattern.strays:
-            frame.use_own_strays(self._pattern.strays, self._model.parameters)
-        for parameter in layer.parameters:
+            frame.use_own_strays(self._pattern.strays)
+        for parameter in layer.live:
             if parameter.requires_grad:
                 parameter.requires_grad = False
                 frame.turned_off.append(parameter)
@@ -131,7 +149,7 @@ class Probe:
 
     def _find_strays(self, output: Any) -> None:
         """Record the parameters that the output depends on outside their modules' own forward, where they are frozen."""
-        names = {id(parameter): name for name, parameter in self._model.parameters.items()}
+        names = {id(parameter): name for name, parameter in self._model.live.items()}
         leaves = leaves_of(tensor for tensor in differentiable(output) if not isinstance(tensor, Traced))
         self._pattern.layout.strays |= {names[id(leaf)] for leaf in leaves if id(leaf) in names}
 

@@ -5,19 +5,20 @@ computes no weight gradient, and puts a tap on the module's output. In a module 
 parameters while it runs, and the operations that combine them with records are tapped.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.gradients.capture import messages
 from clipless.gradients.capture.calls import Call
 from clipless.gradients.capture.frames import CurrentPass, Frame, OperationCounter
-from clipless.gradients.capture.hooks import Hooks, Tap
+from clipless.gradients.capture.gathering import gathered
+from clipless.gradients.capture.hooks import Hooks, Tap, tap_leaves
 from clipless.gradients.capture.layout import Place
-from clipless.gradients.capture.locating import locate_input, locate_output
+from clipless.gradients.capture.locating import locate_input, locate_output, mark_broken
 from clipless.gradients.capture.micro_batch import MicroBatch
 from clipless.gradients.capture.model_map import Layer, ModelMap
 from clipless.gradients.capture.operations import RecordedOperations
@@ -28,9 +29,10 @@ from clipless.gradients.capture.refusals import refuse_module
 from clipless.gradients.capture.stand_ins import StandIns
 from clipless.gradients.capture.watch import StateWatch, StructureWatch
 from clipless.gradients.checks.self_check import SelfCheck
-from clipless.gradients.records import broken_records, resized
+from clipless.gradients.records import resized
 from clipless.gradients.recurrent.takeover import take_over
-from clipless.gradients.trees import Shapes, closed, differentiable, opened, plain_tensors, shapes_of
+from clipless.gradients.shards import Shards
+from clipless.gradients.trees import Shapes, closed, opened, shapes_of
 from clipless.random_state import cuda_devices, random_state_of
 
 
@@ -49,16 +51,18 @@ class Recorder:
         receiver: Receiver,
         self_check: SelfCheck,
         watch: StateWatch,
+        shards: Shards | None = None,
     ) -> None:
         self.checks_data = False
         self._map, self._hooks, self._receiver, self._self_check = layers, hooks, receiver, self_check
         self._modules = layers.modules
-        self._structure, self._watch = StructureWatch(model), watch
+        self._structure, self._watch, self._shards = StructureWatch(model, layers.sharded), watch, shards
         self._stand_ins = StandIns(hooks)
-        self._patterns = LearnedPatterns(layers, hooks, watch)
+        self._patterns = LearnedPatterns(layers, hooks, watch, shards)
         self._current = CurrentPass(CallPattern(layers.rules))
         self._frames = self._current.frames
         self._operations = RecordedOperations(self._current, receiver)
+        self._stand_in = False
         self._entered: tuple[MicroBatch | None, Layer | None] = None, None
         self._spare_anchor = self._current.anchor
 
@@ -73,6 +77,15 @@ class Recorder:
 
     # Around each module.
 
+    def approach(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the forward of a sharded model: probes run here, before FSDP2 gathers the parameters for that forward."""
+        if self._receiver.micro is None or not torch.is_grad_enabled() or _recomputing():
+            return None
+        self.restore()
+        changed = self._enter_model(layer, args, kwargs)
+        self._stand_in = changed is not None
+        return changed
+
     def enter(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a module's forward."""
         if layer.suspect:
@@ -81,15 +94,23 @@ class Recorder:
         if frames and frames[0].layer is layer:
             self.restore()  # an earlier pass was interrupted without torch calling the hooks
         armed, inside, changed = torch.is_grad_enabled(), bool(frames) and frames[-1].inside, None
+        stand_in = False
         if armed and not inside and self._receiver.micro is not None:
-            changed = self._enter_model(layer, args, kwargs)
-            args, kwargs = changed or (args, kwargs)
+            if self._shards is None or _recomputing():
+                changed = self._enter_model(layer, args, kwargs)
+                args, kwargs = changed or (args, kwargs)
+                stand_in = changed is not None
+            elif layer.module is self._shards.root:
+                stand_in = self._stand_in
+            else:
+                raise messages.inside_shards(layer.name)
         calls = self._current.calls
         number = calls[layer.name] = calls.get(layer.name, 0) + 1
-        frame = Frame(layer, Place(layer.name, number), armed, armed or inside, changed is not None)
+        frame = Frame(layer, Place(layer.name, number), armed, armed or inside, stand_in)
         frames.append(frame)
         if self._current.pattern.strays and armed:
-            self._handle_strays(frame, outermost=not inside)
+            outermost = None if inside else self._receiver.micro
+            frame.handle_strays(self._current.pattern, self._map, outermost, self._operations)
         if armed and layer.own:
             self._arm(frame, args, kwargs)
         return changed
@@ -119,28 +140,36 @@ class Recorder:
     def _enter_model(self, layer: Layer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """A forward pass begins: find where its records lie. For an empty batch, returns inputs with one row to run on
         instead; the row enters no sum."""
-        micro, recomputing = self._receiver.micro, torch._C._current_graph_task_id() != -1
-        current = self._current
+        micro, current, again = self._receiver.micro, self._current, _recomputing()
         assert micro is not None
-        if recomputing and self._entered[0] is micro:
-            again = micro.records == 0 and self._entered[1] is layer
-            return self._stand_ins.inputs(layer.module, (args, kwargs)) if again else None
-        if not recomputing and micro.begun and not micro.done:
+        if again and self._entered[0] is micro:
+            empty = micro.records == 0 and self._entered[1] is layer
+            return self._stand_ins.inputs(layer.module, (args, kwargs)) if empty else None
+        if not again and micro.begun and not micro.done:
             micro = self._receiver.restart()
         self._entered, self._hooks.empty = (micro, layer), micro.records == 0
         self._structure.refuse_changes()
         inputs, changed = (args, kwargs), None
-        if micro.records == 0:
-            messages.refuse_unfit_inputs(layer.name, inputs, 0)
-            inputs = changed = self._stand_ins.inputs(layer.module, inputs)
-        elif not self._same_pattern(layer, args, kwargs, micro.records):
-            current.pattern = self._patterns.find(layer, inputs, micro.records)
+        with self._probing(layer, inputs, micro.records):
+            if micro.records == 0:
+                messages.refuse_unfit_inputs(layer.name, inputs, 0)
+                inputs = changed = self._stand_ins.inputs(layer.module, inputs)
+            elif not self._same_pattern(layer, args, kwargs, micro.records):
+                current.pattern = self._patterns.find(layer, inputs, micro.records)
         current.calls, current.operations = {}, OperationCounter()
         micro.modes = list(map(TRAINING, self._modules))
         pattern = current.pattern
         forward_pass = self._self_check.begin(layer.module, layer.name, inputs, micro, pattern.reading, pattern.square)
         current.forward_pass, current.anchor = forward_pass, forward_pass.anchor
         return changed
+
+    def _probing(self, layer: Layer, inputs: tuple[Any, Any], records: int) -> AbstractContextManager[object]:
+        """Around probes: where any process of a sharded model has to probe, all gather the model, as not all run it equally
+        often."""
+        if self._shards is None or self._shards.whole:
+            return nullcontext()
+        known = self._patterns.knows(layer, inputs) if records else self._stand_ins.knows(layer.module, inputs)
+        return gathered(self._shards, self._hooks, self._map, wanted=not known)
 
     def _same_pattern(self, layer: Layer, args: Any, kwargs: Any, records: int) -> bool:
         """Whether the model is called as in the last pass, with a single floating-point tensor."""
@@ -159,9 +188,12 @@ class Recorder:
         current = self._current
         forward_pass, current.forward_pass, current.anchor = current.forward_pass, None, self._spare_anchor
         self._watch.refuse_pass(micro.records)
+        checked = forward_pass is not None and micro.records > 0 and self._self_check.wanted(forward_pass, micro)
+        if self._shards is not None and not self._shards.whole and not _recomputing():
+            self._shards.gather_if(checked)
         if micro.records == 0 and frame.stand_in:
             return resized(output, {k: 0 for k, shape in enumerate(shapes_of(output)) if shape[:1] == (1,)}, 0)
-        if micro.records == 0 or forward_pass is None or not self._self_check.wanted(forward_pass, micro):
+        if not checked or forward_pass is None:
             return output
         shapes = shapes_of(output, floating=True)
         dims = current.pattern.layout.output_dims(frame.place.output(), shapes, micro.records)
@@ -175,7 +207,7 @@ class Recorder:
         records, pattern = 0 if micro is None else micro.records, self._current.pattern
         if records and layer.name in pattern.by_operation:
             self._note(frame.place, ())
-            frame.trace_parameters(self._map.parameters, self._operations)
+            frame.trace_parameters(self._operations)
             return
         if records:
             along = pattern.single_tensors.get(frame.place)
@@ -189,32 +221,17 @@ class Recorder:
                 locate_input(pattern, frame, shapes, records)
             if layer.is_generic:
                 frame.random_state = random_state_of(cuda_devices(layer.module), ())
-        for parameter in layer.parameters:
+        for parameter in layer.live if layer.sharded else layer.parameters:
             if parameter.requires_grad:
                 parameter.requires_grad = False
                 frame.turned_off.append(parameter)
         if records and frame.turned_off and layer.is_recurrent:
             frame.takeover = take_over(layer.module)
 
-    def _handle_strays(self, frame: Frame, outermost: bool) -> None:
-        """Replace the parameters that are used outside their module's forward by traced tensors, except during that forward.
-        Without records, freeze them."""
-        pattern, micro = self._current.pattern, self._receiver.micro
-        strays = pattern.strays
-        if outermost and micro is not None and micro.records:
-            frame.trace_strays(self._map, strays, self._operations)
-        elif outermost and micro is not None:
-            for name in strays:
-                if self._map.parameters[name].requires_grad:
-                    self._map.parameters[name].requires_grad = False
-                    frame.turned_off.append(self._map.parameters[name])
-        if frame.layer.name not in pattern.by_operation:
-            frame.use_own_strays(strays, self._map.parameters)
-
     def _note(self, place: Place, shapes: Shapes) -> None:
         """Add a call to the steps of the forward pass."""
         forward_pass = self._current.forward_pass
-        if forward_pass is not None and torch._C._current_graph_task_id() == -1:
+        if forward_pass is not None and not _recomputing():
             forward_pass.steps.add((forward_pass.last, place, *map(len, shapes)))
             forward_pass.last = place.name
 
@@ -240,25 +257,21 @@ class Recorder:
             if frame.has_rows and not frame.rows:
                 return output  # it has no rows, so no gradient will arrive
             if self.checks_data:
-                self._note_broken_records(frame, (args, kwargs), micro)
+                mark_broken(frame, (args, kwargs), micro)
         call = self._call(frame, args, kwargs)
         if single:
             if micro is not None:
                 micro.tapped += output.nbytes
             return Tap.apply(current.anchor, call, output)[0]  # type: ignore[no-untyped-call]
-        leaves, spec = pytree.tree_flatten(output)
-        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        tapped = Tap.apply(current.anchor, call, *differentiable(output))  # type: ignore[no-untyped-call]
-        for k, value in zip(places, tapped, strict=True):
-            leaves[k] = value
-        return pytree.tree_unflatten(leaves, spec)
+        return tap_leaves(current.anchor, call, output)
 
     def _call(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         layer, receiver = frame.layer, self._receiver
         wanted = layer.own
         if len(frame.turned_off) < len(wanted):
             off = set(map(id, frame.turned_off))
-            wanted = {local: name for local, name in wanted.items() if id(self._map.parameters[name]) in off}
+            pairs = zip(wanted.items(), layer.live, strict=True)
+            wanted = {local: name for (local, name), parameter in pairs if id(parameter) in off}
         where, forward_pass = (frame.dims, frame.out_dims), self._current.forward_pass
         call = Call(receiver.call, receiver.micro, forward_pass, layer, layer.name, wanted, *where, (), [])
         saved = frame.takeover.kept if frame.takeover else None
@@ -274,11 +287,7 @@ class Recorder:
         receiver.expect(wanted.values())
         return call
 
-    def _note_broken_records(self, frame: Frame, inputs: tuple[Any, Any], micro: MicroBatch) -> None:
-        """Mark the records whose data, not yet touched by a parameter, are not finite. In a module without a rule -inf may
-        belong to a mask and counts as finite."""
-        tensors = plain_tensors(inputs) or [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        for tensor, dim in zip(tensors, frame.dims, strict=True):
-            broken = broken_records(tensor, dim, micro.records, masks=frame.layer.is_generic)
-            if broken is not None:
-                micro.broken = broken if micro.broken is None else micro.broken | broken
+
+def _recomputing() -> bool:
+    """Whether a backward pass is running, in which parts of a model may be computed again."""
+    return torch._C._current_graph_task_id() != -1

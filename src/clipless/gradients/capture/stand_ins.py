@@ -31,6 +31,10 @@ class StandIns:
         self._hooks = hooks
         self._fills: dict[object, tuple[int, bool]] = {}
 
+    def knows(self, module: nn.Module, inputs: tuple[Any, Any]) -> bool:
+        """Whether that record is known for such a call."""
+        return signature(module, inputs) in self._fills
+
     def inputs(self, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         """The inputs with that record. If the model runs on none, zeros, so that the user sees the model's own error."""
         reading, pattern = next(readings(inputs, 0), {}), signature(module, inputs)

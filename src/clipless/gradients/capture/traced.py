@@ -41,6 +41,7 @@ class Traced(Tensor):
     value: Tensor
     roots: tuple[Root, ...]
     operations: Operations
+    parameter: nn.Parameter  # only where it replaces one
 
     @staticmethod
     def of(value: Tensor, roots: tuple[Root, ...], operations: Operations) -> "Traced":
@@ -60,10 +61,12 @@ class Traced(Tensor):
         return _operation(func, args, kwargs)
 
 
-def root(name: str, owner: str, parameter: Tensor, operations: Operations) -> Traced:
+def root(name: str, owner: str, parameter: nn.Parameter, operations: Operations) -> Traced:
     """The traced tensor that replaces a parameter while its module runs."""
     leaf = Root(name, owner, parameter.detach().requires_grad_())
-    return Traced.of(leaf.value, (leaf,), operations)
+    traced = Traced.of(leaf.value, (leaf,), operations)
+    traced.parameter = parameter
+    return traced
 
 
 _CASTS = {Tensor.to, Tensor.type_as}

@@ -42,7 +42,8 @@ class StateWatch:
 
     def open(self, closely: bool) -> None:
         """Remember the present state; `closely` includes the contents of all tensors."""
-        self._tensors = {**self._parameters, **watched_buffers(self._modules)}
+        parameters = {name: local_part(parameter) for name, parameter in self._parameters.items()}
+        self._tensors = {**parameters, **watched_buffers(self._modules)}
         self._versions = list(map(_VERSION, self._tensors.values()))
         self._values = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if closely else {}
         self._attributes = {where: tensor.detach().clone() for where, tensor in self._own()} if closely else {}
@@ -121,6 +122,13 @@ class StateWatch:
                 )
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: all of it, unless it is sharded. Operations on the whole DTensor would need the
+    other processes."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether all numbers are equal; NaN equals NaN."""
     return torch.equal(one, other) or (one.shape == other.shape and bool(((one == other) | (one != one)).all()))
@@ -129,22 +137,22 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 class StructureWatch:
     """Detects modules and parameters that are added to a model, and parameters that become trainable, after `open`."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._contents: list[tuple[str, nn.Module, list[int]]] = []
+    def __init__(self, model: nn.Module, sharded: bool = False) -> None:
+        self._model, self._sharded = model, sharded
+        self._contents: list[tuple[str, nn.Module, list[object]]] = []
         self._frozen: dict[str, nn.Parameter] = {}
 
     def open(self) -> None:
         """Remember the model's modules, parameters and frozen parameters."""
         self._contents = [
-            (name or "(model)", module, _contents(module)) for name, module in self._model.named_modules()
+            (name or "(model)", module, self._contents_of(module)) for name, module in self._model.named_modules()
         ]
         self._frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
 
     def refuse_changes(self) -> None:
         """Raise if they have changed."""
         for name, module, contents in self._contents:
-            if [*map(id, module._modules.values()), *map(id, module._parameters.values())] != contents:
+            if self._contents_of(module) != contents:
                 raise Misuse(
                     f"module {name!r} got another child or parameter after make_private, which clipless does not watch: "
                     "build the model first, then call make_private, or detach() and call it again."
@@ -153,10 +161,12 @@ class StructureWatch:
             if parameter.requires_grad:
                 raise became_trainable(name)
 
+    def _contents_of(self, module: nn.Module) -> list[object]:
+        """Its children and parameters. FSDP2 replaces sharded parameters by other objects while they are gathered, so only
+        their names are compared."""
+        own = module._parameters
+        return [*map(id, module._modules.values()), *(own if self._sharded else map(id, own.values()))]
+
 
 def became_trainable(name: str) -> Misuse:
     return Misuse(f"parameter {name!r} became trainable after make_private: freeze it, or attach anew.")
-
-
-def _contents(module: nn.Module) -> list[int]:
-    return [*map(id, module._modules.values()), *map(id, module._parameters.values())]

@@ -127,9 +127,10 @@ class SelfCheck:
         """A new logical batch begins: compare nothing of the last."""
         self._checked, self._waiting = [], []
 
-    def compare(self, parameters: dict[str, nn.Parameter]) -> int:
+    def compare(self, parameters: dict[str, nn.Parameter], live: dict[str, nn.Parameter]) -> int:
         """Raise if plain autograd finds another gradient for the passes that wait, or if some records' outputs depend
-        on other records. Returns the number of passes."""
+        on other records. Returns the number of passes. `live` are the objects that the model holds for the parameters
+        now."""
         if self._checked:
             self._collect()
         waiting, self._waiting = self._waiting, []
@@ -137,7 +138,7 @@ class SelfCheck:
             if forward_pass.rerun is not None:
                 with self._silenced():
                     refuse_coupled(forward_pass, forward_pass.averaged)
-                    refuse_lost(forward_pass, parameters)
+                    refuse_lost(forward_pass, parameters, live)
                 self._compared |= forward_pass.steps
         return len(waiting)
 

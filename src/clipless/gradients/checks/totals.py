@@ -3,6 +3,7 @@ does any record's output change when other records do: by a statistic of the bat
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.checks.records import gradients_set_aside, leaves_of
 from clipless.gradients.checks.seeds import rows_of, shuffled, sketch, some_of
 from clipless.gradients.records import TROUBLES, selected
+from clipless.gradients.shards import own_rows
 from clipless.gradients.trees import differentiable
 from clipless.random_state import same_random_state
 
@@ -25,9 +27,14 @@ REPEATED, AMPLIFIED = 5e-2, 100.0
 DEPENDENT = 1e-3
 
 
-def refuse_lost(forward_pass: ForwardPass, parameters: Mapping[str, nn.Parameter]) -> None:
+def refuse_lost(
+    forward_pass: ForwardPass, parameters: Mapping[str, nn.Parameter], live: Mapping[str, nn.Parameter]
+) -> None:
     """Run a checked pass again, plainly, and refuse the first parameter whose sum over the judged records is not the
-    engine's; before that, records whose outputs depend on others. The pass keeps no gradients after that."""
+    engine's; before that, records whose outputs depend on others. The pass keeps no gradients after that.
+
+    `live` are the objects that the model holds for the parameters now: others while sharded ones are gathered.
+    """
     some = forward_pass.judged
     if some is None and forward_pass.records > 1:
         some = some_of(forward_pass.records, 1)
@@ -38,8 +45,9 @@ def refuse_lost(forward_pass: ForwardPass, parameters: Mapping[str, nn.Parameter
         found = None if some is None else _run_some(forward_pass, some)
         outputs, grads, drift = found if found and forward_pass.judged is not None else _run_again(forward_pass)
     forward_pass.grads = None
+    gathered = None if live is parameters else live
     parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    plain = _gradients(outputs, grads, parameters)
+    plain = _gradients(outputs, grads, parameters, gathered)
     half = any(output.dtype.itemsize < 4 for output in outputs) or _half(forward_pass)
     del outputs, grads, found
     tolerance = max(HALF_TOLERANCE if half else TOLERANCE, AMPLIFIED * drift)
@@ -198,12 +206,17 @@ def _drift(forward_pass: ForwardPass, outputs: list[Tensor]) -> float:
 
 
 def _gradients(
-    outputs: list[Tensor], grads: Sequence[Tensor | None], parameters: Mapping[str, nn.Parameter]
+    outputs: list[Tensor],
+    grads: Sequence[Tensor | None],
+    parameters: Mapping[str, nn.Parameter],
+    gathered: Mapping[str, nn.Parameter] | None,
 ) -> dict[str, Tensor]:
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
     if not pairs:
         return {}
     roots, arrived = [output for output, _ in pairs], [grad for _, grad in pairs]
+    if gathered is not None:
+        return _own_rows_of_gradients(roots, arrived, parameters, gathered)
     try:
         found: Any = torch.autograd.grad(
             roots, list(parameters.values()), arrived, retain_graph=True, allow_unused=True
@@ -215,6 +228,30 @@ def _gradients(
             torch.autograd.backward(roots, arrived)
             found = [parameter.grad for parameter in parameters.values()]
     return {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
+
+
+def _own_rows_of_gradients(
+    roots: list[Tensor],
+    arrived: list[Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    gathered: Mapping[str, nn.Parameter],
+) -> dict[str, Tensor]:
+    """This process's rows of the gradients of sharded parameters, of which at most one is held as a whole at a time."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            found[name] = own_rows(parameter.grad, parameters[name]).clone()
+            parameter.grad = None
+
+    handles = [gathered[name].register_post_accumulate_grad_hook(partial(keep, name)) for name in parameters]
+    try:
+        with gradients_set_aside(leaves_of(roots)):
+            torch.autograd.backward(roots, arrived)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 def _length(tensor: Tensor | None) -> float:

@@ -9,6 +9,7 @@ from torch import Tensor
 from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.checks.seeds import sketch
 from clipless.gradients.forms import Form, Routed
+from clipless.gradients.shards import own_rows
 from clipless.gradients.trees import Dims
 
 
@@ -29,8 +30,9 @@ class Heard(Protocol):
 
 class Trial:
     """A backward pass of which nothing is used for training. `echoes` has what arrived at each tap, one after the other;
-    `totals`, if it adds up those of a pass, the sums over the judged records of what arrived in that one. Kept `whole`, or
-    in a sketch. `unsure` if nothing had told at some tap where the records lie."""
+    `totals`, if it adds up those of a pass, the sums over the judged records of what arrived in that one; for a sharded
+    parameter this process's rows of the sum. Kept `whole`, or in a sketch. `unsure` if nothing had told at some tap where
+    the records lie."""
 
     def __init__(self, adds_up: ForwardPass | None = None, whole: bool = False) -> None:
         self._whole = whole
@@ -50,18 +52,21 @@ class Trial:
         assert self.adds_up is not None
         assert self.totals is not None
         form, record = (use.rows, use.record) if isinstance(use, Routed) else (use, None)
-        total, judged = self.totals.get(name), self.adds_up.judged
-        beta = 1
-        if total is None:
+        before, judged = self.totals.get(name), self.adds_up.judged
+        total, beta, sharded = before, 1, hasattr(like, "device_mesh")
+        if total is None or sharded:
             kind = torch.promote_types(like.dtype, torch.float32)
             total, beta = torch.empty(like.shape, dtype=kind, device=like.device), 0
-            self.totals[name] = total
         if judged is None:
             weights = torch.ones(len(form), dtype=total.dtype, device=total.device)
         else:
             weights = judged.to(total)
             weights = weights if record is None else weights[record.clamp(min=0)]
         form.add_to(total, weights, beta=beta)
+        if sharded:  # of the whole gradient no more is kept than of the parameter
+            own = own_rows(total, like)
+            total = own.clone() if before is None else before.add_(own)
+        self.totals[name] = total
 
     def forget(self) -> None:
         """The pass begins anew."""

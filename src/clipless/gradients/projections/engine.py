@@ -112,6 +112,9 @@ class ProjectionEngine:
         if not self._watch.is_open:
             self._watch.open(closely=due)
 
+    def refuse_missed(self) -> None:
+        """Does nothing: only a sharded model needs it, and none is trained with projections."""
+
     def refuse_unsound(self) -> int:
         """Raise if the batch has written into the model."""
         self._watch.refuse_step()
@@ -127,6 +130,9 @@ class ProjectionEngine:
         return sums
 
     # The user's forward pass.
+
+    def approach(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Does nothing: it is called for sharded models only."""
 
     def enter(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a module's forward: note the inputs of the outermost one. Returns those to take instead, for no records."""
