@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -199,7 +200,7 @@ def main(request: Request, rank: int) -> None:
         )
     problem = (TINY_PROBLEMS if request.tiny else PROBLEMS)[request.model]
     if request.processes > 1:
-        import torch.distributed.fsdp  # for every way, so that it counts as imported
+        import_module("torch.distributed.fsdp")  # for every way, so that it counts as imported
     imported = memory.resident("VmRSS")
     makers = {
         PLAIN: lambda: _plain(problem, rank, request.processes),

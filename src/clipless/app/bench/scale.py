@@ -166,4 +166,4 @@ def table(fit: Fit) -> str:
                 figures = " | ".join(f"{value:.3g}" for value in (*gigabytes, *times))
                 lines.append(f"| {work.name} | {form} | {figures} |")
         lines.append("")
-    return "\n".join(lines[:-1])
+    return "\n".join(lines)
