@@ -137,6 +137,7 @@ REFUSED = {
     "checked": r"Misuse: parameter '0\.weight' is sharded over processes \(DTensor\)",
     "broadcast": r"Misuse: the model is sharded: every rank has a part of the weights",
     "inside": r"Misuse: module '0' of a sharded model was called by itself",
+    "never called": r"UnsupportedModule: module 'attention\.self_attn' runs while its parameters are sharded",
     "stray": r"UnsupportedModule: parameter 'first\.weight' is used outside the module that owns it",
 }
 

@@ -238,6 +238,8 @@ class Recorder:
         """Turn its parameters off, or replace them by traced tensors."""
         layer, micro = frame.layer, self._receiver.micro
         records = 0 if micro is None else micro.records
+        if layer.sharded and any(hasattr(parameter, "device_mesh") for parameter in layer.live):
+            raise messages.still_divided(layer.name)
         if records and layer.name in self._pattern.by_operation:
             self._note(frame.place, ())
             frame.trace_parameters(self)

@@ -161,7 +161,7 @@ def _gradients(
     if not pairs:
         return {}
     roots, arrived = [output for output, _ in pairs], [grad for _, grad in pairs]
-    if live is not parameters:
+    if any(hasattr(parameter, "device_mesh") for parameter in parameters.values()):
         return _own_rows_of_gradients(roots, arrived, parameters, live)
     try:
         found: Any = torch.autograd.grad(
@@ -187,7 +187,8 @@ def _own_rows_of_gradients(
 
     def keep(name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            found[name] = own_rows(parameter.grad, parameters[name]).clone()
+            rows = own_rows(parameter.grad, parameters[name])
+            found[name] = found[name] + rows if name in found else rows.clone()
             parameter.grad = None
 
     handles = [live[name].register_post_accumulate_grad_hook(partial(keep, name)) for name in parameters]
