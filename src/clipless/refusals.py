@@ -66,8 +66,7 @@ def refuse_optimizer(optimizer: object, parameters: dict[str, nn.Parameter]) -> 
     if missing:
         raise InvalidArgument(
             f"the optimizer does not hold the trainable parameter {missing[0]!r} (and {len(missing) - 1} more): give it "
-            "model.parameters(), after fully_shard if that is used, or freeze with requires_grad_(False) what should not "
-            "learn."
+            "model.parameters(), or freeze with requires_grad_(False) what should not learn; build it after fully_shard."
         )
     if held - {id(p) for p in parameters.values()}:
         raise InvalidArgument(

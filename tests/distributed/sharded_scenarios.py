@@ -248,6 +248,10 @@ def refusals(group: Any) -> dict[str, str]:
     batch = next(iter(private.loader))
     stray = refused(lambda: backward(wrong, private, batch))
     private.detach()
+    torch.manual_seed(0)
+    attention = Attending()
+    fully_shard(attention.attention.self_attn.out_proj, mesh=mesh)
+    fully_shard(attention, mesh=mesh)
     check = (lambda model, batch: model(batch[0]).sum(1), (torch.zeros(2, 4),))
     return {
         "parts": tried(parts),
@@ -264,6 +268,7 @@ def refusals(group: Any) -> dict[str, str]:
         "broadcast": refused(lambda: clipless.broadcast_weights(sharded(network(), group), group)),
         "inside": inside,
         "stray": stray,
+        "never called": refused(lambda: trained(attention, group=group)),
     }
 
 

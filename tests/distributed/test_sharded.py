@@ -79,7 +79,9 @@ def test_ranks_check_themselves_on_any_number_of_records(ranks: Any, kind: str) 
         found = [rank for world_size, rank in worlds_of(f"uneven {kind}", ranks) if world_size == size]
         assert len(found) == size
         for rank in found:
-            met |= {min(records, 2) for records, passes in zip(rank["records"], rank["compared"], strict=True) if passes}
+            met |= {
+                min(records, 2) for records, passes in zip(rank["records"], rank["compared"], strict=True) if passes
+            }
             assert equal(rank["gradients"], found[0]["gradients"])
             for step in range(12) if kind != "draws" else ():
                 assert distance(rank["gradients"][step], alone["gradients"][step]) < 1e-6
@@ -163,6 +165,7 @@ REFUSED = {
     "projections": r"InvalidArgument: gradients='jl' needs the whole model in one process, and this one is sharded",
     "broadcast": r"Misuse: the model is sharded: every rank has a part of the weights",
     "inside": r"Misuse: module '0' of a sharded model was called by itself",
+    "never called": r"UnsupportedModule: module 'attention\.self_attn' runs while its parameters are sharded",
     "stray": r"UnsupportedModule: parameter 'first\.weight' is used outside the module that owns it",
 }
 

@@ -188,6 +188,20 @@ def test_division_comes_after_the_rounding(divisor: float) -> None:
     assert torch.equal(divided, (whole.double() * (1 / divisor)).float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parts_of_values_get_the_noise_that_they_get_in_the_whole(dtype: torch.dtype) -> None:
+    """By the compiled code and by numpy, at borders of chunks and inside them, divided as the whole is."""
+    sizes, stddevs = [3000, 5, 2500], [0.3, 1.7, 40.0]
+    sums = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0), dtype=dtype).split(sizes)
+    whole = noise_source("seeded", 5).release("gradient", 2, sums, stddevs, 7.0)
+    for cuts in ([(0, 1024), (0, 0), (1, 2)], [(1024, 3000), (0, 5), (0, 2500)], [(1500, 1501), (3, 5), (2048, 2500)]):
+        places = [start + first for start, (first, _) in zip((0, 3000, 3005), cuts, strict=True)]
+        parts = [total[first:last] for total, (first, last) in zip(sums, cuts, strict=True)]
+        released = noise_source("seeded", 5).release("gradient", 2, parts, stddevs, 7.0, places)
+        for total, part, (first, last) in zip(whole, released, cuts, strict=True):
+            assert torch.equal(part, total[first:last])
+
+
 def test_the_statistic_that_is_released_is_on_the_grid() -> None:
     model = nn.Linear(3, 2)
     optimizer, private = attach(model, clipping="dc-e")

@@ -289,8 +289,8 @@ def test_a_repeated_step_in_which_one_parameter_differs_is_refused(tmp_path: Pat
     changed = begin().load(tmp_path / "run.pt")
     release = changed.private._source.release
 
-    def other(stream: str, step: int, values: list[Tensor], stddevs: list[float]) -> list[Tensor]:
-        released = release(stream, step, values, stddevs)
+    def other(stream: str, step: int, values: list[Tensor], stddevs: list[float], *rest: Any) -> list[Tensor]:
+        released = release(stream, step, values, stddevs, *rest)
         released[number].view(-1)[-1] += grid(stddevs[number])
         return released
 

@@ -136,7 +136,7 @@ class Ranks:
     def any(self, wish: bool) -> bool:
         """Whether any rank wishes it."""
         wishes = torch.tensor(int(wish), dtype=torch.int32, device=self._device)
-        with self._reaching("the question what the others need"):
+        with self._reaching("a forward pass"):
             dist.all_reduce(wishes, dist.ReduceOp.MAX, group=self._group)
         return bool(wishes)
 

@@ -53,15 +53,14 @@ def build(library: Path, chunk: int = 1024, narrow: bool = False) -> Noise | Non
         into: Sequence[Tensor],
         places: Sequence[int] | None = None,
     ) -> None:
-        outs: list[Tensor | None] = list(into)
-        ins: list[Tensor | None] = list(sums)
         sizes = list(map(Tensor.numel, into))
+        addresses = [list(map(Tensor.data_ptr, tensors)) for tensors in (into, sums)]
         if places is not None:
-            outs, ins, stddevs, sizes = _with_gaps(into, sums, stddevs, places)
-        count = len(outs)
+            addresses, stddevs, sizes = _with_gaps(addresses, stddevs, sizes, places)
+        count = len(sizes)
         starts = (COUNT * (count + 1))(0, *itertools.accumulate(sizes))
-        pointers = [(POINTER * count)(*map(_address, tensors)) for tensors in (outs, ins)]
-        work = 8 * sum(map(Tensor.numel, into))
+        pointers = [(POINTER * count)(*each) for each in addresses]
+        work = 8 * starts[count] if places is None else 8 * sum(map(Tensor.numel, into))
         workers = 1 if work < WORTH_A_THREAD else threads(work)
         key_place = (ctypes.c_char * 32).from_buffer(key)
         release(key_place, *pointers, (ctypes.c_double * count)(*stddevs), weight, starts, count, narrow, workers)
@@ -72,23 +71,12 @@ def build(library: Path, chunk: int = 1024, narrow: bool = False) -> Noise | Non
     return Noise(add, normals)
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def _with_gaps(
-    into: Sequence[Tensor], sums: Sequence[Tensor], stddevs: Sequence[float], places: Sequence[int]
-) -> tuple[list[Tensor | None], list[Tensor | None], list[float], list[int]]:
-    """The tensors with None for what lies between them, their standard deviations, and the size of each."""
-    outs: list[Tensor | None] = []
-    ins: list[Tensor | None] = []
-    scales: list[float] = []
-    sizes: list[int] = []
-    end = 0
-    for out, value, stddev, place in zip(into, sums, stddevs, places, strict=True):
-        outs += [None, out]
-        ins += [None, value]
-        scales += [1.0, stddev]
-        sizes += [place - end, out.numel()]
-        end = place + out.numel()
-    return outs, ins, scales, sizes
+    addresses: list[list[int]], stddevs: Sequence[float], sizes: list[int], places: Sequence[int]
+) -> tuple[list[list[int]], list[float], list[int]]:
+    """The same with a null tensor for what lies before each."""
+    ends = [0, *(place + size for place, size in zip(places, sizes, strict=True))]
+    gaps = [place - end for place, end in zip(places, ends, strict=False)]
+    with_nulls = [[address for each in tensors for address in (0, each)] for tensors in addresses]
+    scales = [scale for stddev in stddevs for scale in (1.0, stddev)]
+    return with_nulls, scales, [part for pair in zip(gaps, sizes, strict=True) for part in pair]

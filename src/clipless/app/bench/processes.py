@@ -9,9 +9,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -34,6 +37,8 @@ PAIRS = {PRIVATE: PLAIN, PRIVATE_SHARDED: SHARDED}
 PAIRS_IN_ONE = {PLAIN: PLAIN, PRIVATE: PRIVATE, SHARDED: PLAIN, PRIVATE_SHARDED: PRIVATE}
 SECONDS = 1800
 MEMORY_ROUNDS = 3
+# glibc's allocator gives freed memory back at once, so that the peak is of what is held.
+GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 
 
 @dataclass(frozen=True)
@@ -117,12 +122,21 @@ def _world(model: str, processes: int, rounds: int, tiny: bool, peak: bool) -> W
     times: dict[str, list[float]] = _answers(model, processes, ways, rounds, tiny)[0]["ms"]
     peaks = {}
     for way in ways if peak else ():
-        peaks[way] = max(said["peak_mb"] for said in _answers(model, processes, (way,), MEMORY_ROUNDS, tiny))
+        peaks[way] = max(
+            said["peak_mb"] for said in _answers(model, processes, (way,), MEMORY_ROUNDS, tiny, GIVING_BACK)
+        )
     medians = {way: sorted(found)[len(found) // 2] for way, found in times.items()}
     return World(processes, {way: min(found) for way, found in times.items()}, medians, peaks)
 
 
-def _answers(model: str, processes: int, ways: tuple[str, ...], rounds: int, tiny: bool) -> list[dict[str, Any]]:
+def _answers(
+    model: str,
+    processes: int,
+    ways: tuple[str, ...],
+    rounds: int,
+    tiny: bool,
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
     """What every rank of a fresh world found."""
     with tempfile.TemporaryDirectory() as folder:
         request = json.dumps(asdict(Request(model, processes, ways, rounds, tiny, folder)))
@@ -130,7 +144,7 @@ def _answers(model: str, processes: int, ways: tuple[str, ...], rounds: int, tin
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", __name__, request, str(rank)],
-                env=alone | {"OMP_NUM_THREADS": "1"},
+                env=alone | {"OMP_NUM_THREADS": "1"} | dict(settings),
                 stderr=subprocess.PIPE,
                 text=True,
             )
@@ -185,6 +199,8 @@ def main(request: Request, rank: int) -> None:
             "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=request.processes
         )
     problem = (TINY_PROBLEMS if request.tiny else PROBLEMS)[request.model]
+    if request.processes > 1:
+        import_module("torch.distributed.fsdp")  # for every way, so that it counts as imported
     imported = memory.resident("VmRSS")
     makers = {
         PLAIN: lambda: _plain(problem, rank, request.processes),

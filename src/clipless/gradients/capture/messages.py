@@ -156,3 +156,10 @@ def stray_shard(name: str) -> CliplessError:
         f"parameter {name!r} is used outside the module that owns it, and is sharded there: it is not together then. Leave "
         "that module out of fully_shard, so that it is sharded with the whole model."
     )
+
+
+def still_divided(name: str) -> CliplessError:
+    return UnsupportedModule(
+        f"module {name!r} runs while its parameters are sharded: a part of it was given to fully_shard and is never called "
+        "by itself, or old-style weight norm looks at them first. Give fully_shard the module around it instead."
+    )

@@ -205,6 +205,8 @@ class Recorder:
         """Freeze the module's parameters, or replace them by traced tensors."""
         layer, micro = frame.layer, self._receiver.micro
         records, pattern = 0 if micro is None else micro.records, self._current.pattern
+        if layer.sharded and any(hasattr(parameter, "device_mesh") for parameter in layer.live):
+            raise messages.still_divided(layer.name)
         if records and layer.name in pattern.by_operation:
             self._note(frame.place, ())
             frame.trace_parameters(self._operations)

@@ -241,7 +241,8 @@ def _own_rows_of_gradients(
 
     def keep(name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            found[name] = own_rows(parameter.grad, parameters[name]).clone()
+            rows = own_rows(parameter.grad, parameters[name])
+            found[name] = found[name] + rows if name in found else rows.clone()
             parameter.grad = None
 
     handles = [gathered[name].register_post_accumulate_grad_hook(partial(keep, name)) for name in parameters]
