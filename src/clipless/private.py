@@ -147,9 +147,9 @@ class Private(SavedRun):
         self._attach()
 
     @property
-    def epochs(self) -> int:
-        """Passes over `loader` in the plan."""
-        return self.plan.steps // self.plan.steps_per_pass
+    def steps_taken(self) -> int:
+        """Steps behind the present weights: all that are recorded, less those that a resumed run has yet to repeat."""
+        return self.ledger.steps - (self._journal.pending if self._journal else 0)
 
     def detach(self) -> None:
         """Remove every hook and erase the keys of the noise: model and optimizer are ordinary again, and no longer private.
@@ -266,7 +266,7 @@ class Private(SavedRun):
         with self._ranks.together(f"the release of step {step + 1}"):
             gradients = self._noised_gradients(step, sums, stddevs)
             statistic = self._noised_statistic(step, statistic)
-            self._record(event, gradients, statistic)
+            self._record(step, event, gradients, statistic)
         for name, parameter in self._engine.parameters.items():
             parameter.grad = gradients[name] if parameter.requires_grad else None
         clear_gradients(self._optimizer, but=self._engine.parameters.values())

@@ -70,9 +70,9 @@ class SavedRun(refusals.Whole):
         self._noise = None
 
     @property
-    def steps_taken(self) -> int:
-        """Steps behind the present weights: all that are recorded, less those that a resumed run has yet to repeat."""
-        return self.ledger.steps - (self._journal.pending if self._journal else 0)
+    def epochs(self) -> int:
+        """Passes over `loader` in the plan."""
+        return self.plan.steps // self.plan.steps_per_pass
 
     @property
     def ledger_file(self) -> dict[str, Any] | None:
@@ -90,10 +90,10 @@ class SavedRun(refusals.Whole):
         """The privacy spent so far, computed from the events in the ledger."""
         return self.ledger.spent(self.plan.delta, self.plan.accountant)
 
-    def _record(self, event: StepEvent, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> None:
-        """Write the step down, on disk if there is a ledger file. A repeated step must be the one written there."""
+    def _record(self, step: int, event: StepEvent, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> None:
+        """Write a step down, on disk if there is a ledger file. A repeated step must be the one written there."""
         if self._journal or self._ranks.size > 1:
-            where, shared = f"the release of step {self.steps_taken + 1}", [] if statistic is None else [statistic]
+            where, shared = f"the release of step {step + 1}", [] if statistic is None else [statistic]
             released = fingerprint([*gradients.values(), *shared])
             if self._shards and self._ranks.size > 1:  # of every rank's part, in their order
                 released = hashlib.sha256("".join(self._ranks.told(where, released)).encode()).hexdigest()[:32]

@@ -129,8 +129,9 @@ class Engine:
         """Raise if the batch has written into the model, or if a check finds a gradient lost or outputs that depend on other
         records. Returns how many passes were checked. Processes of a sharded model call it together."""
         self._watch.refuse_step()
-        if self._shards is not None:
-            self._shards.gather_again()
+        if self._shards is None:
+            return self._self_check.compare(self.parameters, self.parameters)
+        self._shards.gather_again()
         return self._self_check.compare(self.parameters, self._map.live)
 
     def complete(self) -> dict[str, Tensor]:

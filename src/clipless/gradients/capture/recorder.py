@@ -254,7 +254,7 @@ class Recorder:
                 self._locate_input(frame, shapes_of((args, kwargs)), records)
             if layer.is_generic:
                 frame.random_state = random_state_of(cuda_devices(layer.module), ())
-        for parameter in layer.live:
+        for parameter in layer.live if layer.sharded else layer.parameters:
             if parameter.requires_grad:
                 parameter.requires_grad = False
                 frame.turned_off.append(parameter)

@@ -34,6 +34,7 @@ class StateWatch:
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
         self._parameters = dict(model.named_parameters())
+        self._sharded = any(local_part(parameter) is not parameter for parameter in self._parameters.values())
         self._tensors: dict[str, Tensor] = {}
         self._versions: list[int] = []
         self._values: dict[str, Tensor] = {}
@@ -42,7 +43,9 @@ class StateWatch:
 
     def open(self, closely: bool) -> None:
         """Note everything as it is, with its contents or without."""
-        parameters = {name: local_part(parameter) for name, parameter in self._parameters.items()}
+        parameters: dict[str, Tensor] = dict(self._parameters)
+        if self._sharded:
+            parameters = {name: local_part(parameter) for name, parameter in parameters.items()}
         self._tensors = {**parameters, **watched_buffers(self._modules)}
         self._versions = list(map(_VERSION, self._tensors.values()))
         self._values = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if closely else {}
@@ -152,7 +155,9 @@ class StructureWatch:
     def refuse_changes(self) -> None:
         """Raise if the model consists of anything else now."""
         for name, module, contents in self._contents:
-            if self._contents_of(module) != contents:
+            own = module._parameters
+            names = own if self._sharded else map(id, own.values())
+            if [*map(id, module._modules.values()), *names] != contents:
                 raise Misuse(
                     f"module {name!r} got another child or parameter after make_private, which clipless does not watch: "
                     "build the model first, then call make_private, or detach() and attach anew."
@@ -162,8 +167,7 @@ class StructureWatch:
                 raise became_trainable(name)
 
     def _contents_of(self, module: nn.Module) -> list[object]:
-        """Which children and parameters it has. Sharded parameters are other objects while they are together, so their names
-        must do."""
+        """Which children and parameters it has. Sharded parameters are other objects while together: names must do."""
         own = module._parameters
         return [*map(id, module._modules.values()), *(own if self._sharded else map(id, own.values()))]
 
