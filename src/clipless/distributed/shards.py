@@ -1,7 +1,7 @@
-"""Models sharded by FSDP2, `torch.distributed.fsdp.fully_shard`: parameters are DTensors, put together where a module runs.
+"""Models sharded by FSDP2, `torch.distributed.fsdp.fully_shard`: parameters are DTensors, gathered while their module runs.
 
-FSDP2's own reduction stays idle, because taps turn every parameter off while its module runs: no gradient ever arrives at a
-parameter. Clipped sums go to the ranks that hold the parameters' parts by a reduce-scatter of our own, in one order.
+FSDP2's own reduction stays idle, because every parameter is frozen while its module runs, so no gradient ever arrives at a
+parameter. Clipped sums go to the ranks that hold the parameters' shards by a reduce-scatter of our own, in one order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ HOW = (
 
 
 def refuse_shards(model: nn.Module, group: object) -> None:
-    """Refuse what is sharded in another way than over the ranks of the group along the first dimension."""
+    """Refuse a model that is not sharded along the first dimension over the ranks of the group."""
     if group is False:
         raise Misuse(
             "the model is sharded over processes, and group=False says that this one trains alone: leave group unset."
@@ -69,13 +69,13 @@ class Sharded:
         self.outer = frozenset(names[id(shard.sharded_param)] for shard in outer if id(shard.sharded_param) in names)
 
     def gather_if(self, wanted: bool) -> bool:
-        """Put the model together on every rank if any wants that. Returns whether it is whole now."""
+        """Gather the model on every rank if it is `wanted` on any. Returns whether it is whole now."""
         if not self.whole and self._ranks.any(wanted):
             self._gather()
         return self.whole
 
     def gather_again(self) -> None:
-        """Put the model together once more if it was whole in this batch, as all ranks know."""
+        """Gather the model again if it was whole in this batch, which is the same on all ranks."""
         if self._was_whole and not self.whole:
             self._gather()
 
@@ -93,7 +93,7 @@ class Sharded:
         self.divide()
 
     def divide(self) -> None:
-        """Every rank has its shards only; what an interrupted pass, or passes without a backward pass, left is cleared."""
+        """Keep only this rank's shards, and clear what an interrupted pass, or one without a backward pass, has left."""
         self.whole = False
         for state in self._states:
             for group in state._fsdp_param_groups:

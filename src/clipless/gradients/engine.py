@@ -128,9 +128,10 @@ class Engine:
         """Raise if the batch has written into the model, or if a check finds a lost gradient or outputs that depend on other
         records. Returns how many passes were checked. All processes of a sharded model must call it together."""
         self._watch.refuse_step()
-        if self._shards is not None:
-            self._shards.gather_again()
-        return self._self_check.compare(self.parameters, self.parameters if self._shards is None else self._map.live)
+        if self._shards is None:
+            return self._self_check.compare(self.parameters, self.parameters)
+        self._shards.gather_again()
+        return self._self_check.compare(self.parameters, self._map.live)
 
     def complete(self) -> dict[str, Tensor]:
         """The clipped sum of every parameter, in memory that the engine uses again for the next batch. For a sharded model:

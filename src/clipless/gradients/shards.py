@@ -10,11 +10,11 @@ from clipless.errors import Misuse
 
 
 class Shards(Protocol):
-    """The parameters of `root`, divided over processes. A module's own are put together while it runs.
+    """The parameters of `root`, divided over processes. Those of a module are gathered while it runs.
 
-    All processes call the same methods in the same order. While the model is `whole` on all of them, running it any number
-    of times takes no communication; what a process does then is its own affair. `outer` are the names of the parameters
-    that are together all through a call of `root`.
+    All processes call the same methods in the same order. While the model is `whole` on all of them, a process may run it
+    any number of times without communication. `outer` are the names of the parameters that stay gathered during the whole
+    call of `root`.
     """
 
     @property
@@ -27,16 +27,16 @@ class Shards(Protocol):
     def outer(self) -> Collection[str]: ...
 
     def gather_if(self, wanted: bool) -> bool:
-        """Put the model together on every process if any of them wants that. Returns whether it is whole now."""
+        """Gather the model on every process if it is `wanted` on any. Returns whether it is whole now."""
 
     def gather_again(self) -> None:
-        """Put the model together once more if it was whole in this batch: what was checked is compared."""
+        """Gather the model again, to compare what was checked, if it was whole in this batch."""
 
     def divide(self) -> None:
-        """End the whole model for now."""
+        """Keep only this process's shards."""
 
     def forget(self) -> None:
-        """End the whole model, and whatever an interrupted pass has left: a new batch begins."""
+        """Keep only this process's shards, and clear what an interrupted pass has left: a new batch begins."""
 
     def together(self, what: str) -> AbstractContextManager[object]:
         """What is done inside succeeds on every process, or raises on every one."""
@@ -49,7 +49,7 @@ class Shards(Protocol):
 
 
 def own_rows(whole: Tensor, like: Tensor) -> Tensor:
-    """The rows that this process holds of a sharded tensor, of a whole one; all rows if that is not sharded."""
+    """The rows of a whole tensor that this process holds of `like`; all rows if that is not sharded."""
     mesh = getattr(like, "device_mesh", None)
     if mesh is None:
         return whole

@@ -34,6 +34,7 @@ class StateWatch:
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
         self._parameters = dict(model.named_parameters())
+        self._sharded = any(local_part(parameter) is not parameter for parameter in self._parameters.values())
         self._tensors: dict[str, Tensor] = {}
         self._versions: list[int] = []
         self._values: dict[str, Tensor] = {}
@@ -42,7 +43,9 @@ class StateWatch:
 
     def open(self, closely: bool) -> None:
         """Remember the present state; `closely` includes the contents of all tensors."""
-        parameters = {name: local_part(parameter) for name, parameter in self._parameters.items()}
+        parameters: dict[str, Tensor] = dict(self._parameters)
+        if self._sharded:
+            parameters = {name: local_part(parameter) for name, parameter in parameters.items()}
         self._tensors = {**parameters, **watched_buffers(self._modules)}
         self._versions = list(map(_VERSION, self._tensors.values()))
         self._values = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if closely else {}
