@@ -127,6 +127,18 @@ def test_a_batch_that_is_dropped_is_refused_at_the_next(loop: Callable[..., None
     assert draws == list(range(60))
 
 
+def test_a_parameter_that_became_trainable_after_backward_is_refused_by_name() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    private = attach(model, optimizer)
+    backward(model, next(iter(private.loader)))
+    model[0].requires_grad_(True)
+    with pytest.raises(Misuse, match=r"parameter '0\.weight' became trainable"):
+        optimizer.step()
+    private.detach()
+
+
 @pytest.mark.parametrize(("sampling", "rate"), [("poisson", 0.9), ("shuffled", None)])
 def test_a_batch_that_was_not_drawn_as_planned_is_refused(sampling: str, rate: float | None) -> None:
     """As another sampler than the loader's own would announce it."""

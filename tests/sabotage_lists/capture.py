@@ -143,13 +143,6 @@ SABOTAGES = (
         (f"{TRACED}::test_agrees_with_the_oracle", TRACED),
     ),
     Sabotage(
-        "rows-taken-together-unseen",
-        CROSSING,
-        "                self._refuse_rows_together(floats, grads, written)\n",
-        "                pass\n",
-        (LAYOUTS, "tests/gradients/capture/test_strays.py"),
-    ),
-    Sabotage(
         "rows-in-the-order-they-came",
         "gradients/forms/routed.py",
         "placed[self._slots] = rows[self._order]",

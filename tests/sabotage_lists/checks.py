@@ -27,7 +27,7 @@ SABOTAGES = (
         SEEDS,
         "SILENT = 1e-6",
         "SILENT = 1e-3",
-        (TESTS, LAYOUTS),
+        (f"{TESTS}::test_a_share_is_found_in_rows_much_smaller_than_others",),
     ),
     Sabotage(
         "dependence-with-a-thousandfold-tolerance",
@@ -41,14 +41,14 @@ SABOTAGES = (
         TOTALS,
         "REPEATED, AMPLIFIED = 5e-2, 100.0",
         "REPEATED, AMPLIFIED = 50.0, 1e5",
-        (f"{PROMISES}::test_a_model_that_goes_on_from_the_pass_before_is_refused",),
+        (f"{TESTS}::test_a_pass_that_cannot_be_repeated_is_refused",),
     ),
     Sabotage(
         "checked-once",
         SELF,
         "return records > 0 and self._met & (self._met - 1) == 0",
         "return records > 0 and self._met <= 1",
-        (TESTS, PROMISES),
+        (f"{TESTS}::test_checks_come_at_the_first_two_batches_and_at_powers_of_two",),
     ),
     Sabotage(
         "never-checked-by-schedule",
@@ -97,7 +97,7 @@ SABOTAGES = (
         TOTALS,
         "    for name in parameters:\n        ours,",
         "    for name in list(parameters)[::2]:\n        ours,",
-        (TESTS,),
+        (f"{TESTS}::test_every_parameter_is_compared",),
     ),
     Sabotage(
         "all-seeds-alike",
@@ -125,7 +125,7 @@ SABOTAGES = (
         SEEDS,
         "    if bool((told & ~pure & (lengths > floor)).any()):\n        return None\n",
         "",
-        (f"{LAYOUTS}::test_records_that_meet_are_refused",),
+        (f"{TESTS}::test_a_share_is_found_in_rows_much_smaller_than_others",),
     ),
     Sabotage(
         "outputs-of-the-whole-batch",

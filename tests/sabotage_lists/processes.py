@@ -103,7 +103,7 @@ SABOTAGES = (
         GUARD,
         "            if parameter.requires_grad:\n                raise became_trainable(name)\n",
         "            pass\n",
-        (f"{MISUSE}::test_a_parameter_that_became_trainable_later_is_refused_by_name", STEPPING),
+        (f"{STEPPING}::test_a_parameter_that_became_trainable_after_backward_is_refused_by_name",),
     ),
     Sabotage(
         "groups-added-later",
