@@ -174,7 +174,7 @@ SABOTAGES = (
         CHECKING,
         "    for b in range(records):\n        yield _rows",
         "    for b in range(1):\n        yield _rows",
-        (PREFLIGHT,),
+        (f"{PREFLIGHT}::test_every_record_is_removed_in_turn",),
     ),
     Sabotage(
         "preflight-forgets-buffers",
@@ -188,7 +188,7 @@ SABOTAGES = (
         CHECKING,
         "return max(error, plain), max(",
         "return error, max(",
-        (PREFLIGHT,),
+        (f"{PREFLIGHT}::test_what_clipping_hides_is_compared_without_it",),
     ),
     Sabotage(
         "preflight-does-not-remove-records",
