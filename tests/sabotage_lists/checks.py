@@ -128,13 +128,6 @@ SABOTAGES = (
         (f"{TESTS}::test_a_share_is_found_in_rows_much_smaller_than_others",),
     ),
     Sabotage(
-        "outputs-of-the-whole-batch",
-        RECORDS,
-        "if dim is None and (grad.dim() == 0 or len(grad) % self._records != 0):",
-        "if False:",
-        (TESTS, LAYOUTS),
-    ),
-    Sabotage(
         "square-inputs-taken-as-they-come",
         RECORDS,
         "        if self._positions is not None:\n            raise Misuse(",

@@ -198,13 +198,6 @@ SABOTAGES = (
         (f"{PARALLEL}::test_the_batches_of_the_ranks_are_one_poisson_batch",),
     ),
     Sabotage(
-        "rank-without-records-has-no-statistic",
-        PRIVATE,
-        "        if self._statistic is None and self.plan.statistic_multiplier is not None:\n",
-        "        if False:\n",
-        ("tests/thresholds/test_private_policies.py::test_an_all_empty_run_is_a_run", PARALLEL),
-    ),
-    Sabotage(
         "ranks-may-release-differently",
         PRIVATE,
         '                self._ranks.same(f"the release of step {self.steps_taken + 1}", state)\n',
