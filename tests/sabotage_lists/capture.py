@@ -101,13 +101,6 @@ SABOTAGES = (
         ("tests/gradients/checks/test_self_check.py::test_an_output_that_cannot_be_found_is_refused",),
     ),
     Sabotage(
-        "use-after-the-sum-was-made",
-        RECEIVER,
-        "            if name in arrivals.complete:\n",
-        "            if False:\n",
-        (MISUSE, TRACED, "tests/gradients/capture/test_passes.py"),
-    ),
-    Sabotage(
         "data-that-are-not-finite",
         ENGINE,
         "self._recorder.looks_at_data = len(groups) > 1",
@@ -140,7 +133,7 @@ SABOTAGES = (
         CROSSING,
         "    return grads.sum(wide, keepdim=True) if wide else grads",
         "    return grads.mean(wide, keepdim=True) if wide else grads",
-        (f"{TRACED}::test_agrees_with_the_oracle",),
+        (f"{TRACED}::test_the_gradient_of_what_was_broadcast_is_summed_record_by_record",),
     ),
     Sabotage(
         "traced-parameter-counted-once",
@@ -148,13 +141,6 @@ SABOTAGES = (
         "        for name in roots:\n            self._count({name: name})\n",
         "        for name in roots[:1]:\n            self._count({name: name})\n",
         (f"{TRACED}::test_agrees_with_the_oracle", TRACED),
-    ),
-    Sabotage(
-        "rows-taken-together-unseen",
-        CROSSING,
-        "                self._refuse_rows_together(floats, grads, written)\n",
-        "                pass\n",
-        (LAYOUTS, "tests/gradients/capture/test_strays.py"),
     ),
     Sabotage(
         "rows-in-the-order-they-came",

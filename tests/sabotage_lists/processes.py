@@ -103,7 +103,7 @@ SABOTAGES = (
         GUARD,
         "            if parameter.requires_grad:\n                raise became_trainable(name)\n",
         "            pass\n",
-        (f"{MISUSE}::test_a_parameter_that_became_trainable_later_is_refused_by_name", STEPPING),
+        (f"{STEPPING}::test_a_parameter_that_became_trainable_after_backward_is_refused_by_name",),
     ),
     Sabotage(
         "groups-added-later",
@@ -196,13 +196,6 @@ SABOTAGES = (
         "return chosen[rank::ranks]",
         "return chosen",
         (f"{PARALLEL}::test_the_batches_of_the_ranks_are_one_poisson_batch",),
-    ),
-    Sabotage(
-        "rank-without-records-has-no-statistic",
-        PRIVATE,
-        "        if self._statistic is None and self.plan.statistic_multiplier is not None:\n",
-        "        if False:\n",
-        ("tests/thresholds/test_private_policies.py::test_an_all_empty_run_is_a_run", PARALLEL),
     ),
     Sabotage(
         "ranks-may-release-differently",

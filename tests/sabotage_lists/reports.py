@@ -88,7 +88,7 @@ SABOTAGES = (
         "gradients/engine.py",
         "shape = written(losses.shape, micro.records)",
         'shape = f"{tuple(losses.shape)} for {micro.records} records"',
-        (SECRETS, "tests/test_promises.py"),
+        ("tests/test_promises.py::test_what_is_not_one_loss_per_record_is_refused",),
     ),
     Sabotage(
         "true-statistic-in-the-history",
