@@ -80,9 +80,9 @@ SABOTAGES = (
     ),
     Sabotage(
         "dependence-not-looked-for",
-        SELF,
-        "                    refuse_dependent(forward_pass)\n",
-        "",
+        TOTALS,
+        "        raise depends_on_others(forward_pass.name)\n",
+        "        pass\n",
         (f"{TESTS}::test_every_mixing_model_is_found_before_anything_is_released", TESTS),
     ),
     Sabotage(
@@ -207,8 +207,8 @@ SABOTAGES = (
     Sabotage(
         "make-private-does-not-check-first",
         "private.py",
-        "            refuse_unsound(model, check, how, loss_reduction)\n",
-        "            pass\n",
+        "                refuse_unsound(model, check, phase.clipping, loss_reduction)\n",
+        "                pass\n",
         (f"{PREFLIGHT}::test_make_private_checks_first",),
     ),
 )
