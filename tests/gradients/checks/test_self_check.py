@@ -584,7 +584,7 @@ def test_checks_come_at_the_first_two_batches_and_at_powers_of_two() -> None:
 
 def test_a_share_is_found_in_rows_much_smaller_than_others() -> None:
     """A row of 1e-4 beside one of 1, with one part in a hundred of another record: rounding is a hundred times less."""
-    plain, seeds = torch.tensor([1.0, 1e-4]).view(2, 1, 1), torch.tensor([1.0, 2.0])
-    seeded = plain * torch.tensor([1.0, 2.02]).view(2, 1, 1)
+    plain, seeds = torch.tensor([1.0, 1e-4]).view(1, 2, 1), torch.tensor([1.0, 2.0])
+    seeded = plain * torch.tensor([1.0, 2.02]).view(1, 2, 1)
     assert impurity(plain, seeded, seeds) > IMPURE
     assert named_records(plain, [seeded], [seeds]) is None
