@@ -289,9 +289,11 @@ def test_a_repeated_step_in_which_one_parameter_differs_is_refused(tmp_path: Pat
     changed = begin().load(tmp_path / "run.pt")
     release = changed.private._source.release
 
-    def other(stream: str, step: int, values: list[Tensor], stddevs: list[float], *rest: Any) -> list[Tensor]:
-        released = release(stream, step, values, stddevs, *rest)
-        released[number].view(-1)[-1] += grid(stddevs[number])
+    def other(
+        stream: str, step: int, values: list[Tensor], stddevs: list[float], divisor: float, *further: Any
+    ) -> list[Tensor]:
+        released = release(stream, step, values, stddevs, divisor, *further)
+        released[number].view(-1)[-1] += grid(stddevs[number]) / divisor
         return released
 
     changed.private._source.release = other  # type: ignore[method-assign]

@@ -27,16 +27,16 @@ SABOTAGES = (
     ),
     Sabotage(
         "calibrated-for-another-rate",
-        PLAN,
-        "chosen_delta, batch / dataset_size, stairs",
-        "chosen_delta, batch / (2 * dataset_size), stairs",
+        "planning.py",
+        "chosen_delta, batch / dataset_size, noises",
+        "chosen_delta, batch / (2 * dataset_size), noises",
         ("tests/test_private.py::test_spent_grows_with_the_ledger_up_to_the_promise",),
     ),
     Sabotage(
         "calibrated-for-fewer-steps",
-        PLAN,
-        "stairs = clipping.policy.noise_schedule(total)",
-        "stairs = clipping.policy.noise_schedule(max(1, total - 1))",
+        "planning.py",
+        "noises = schedule.noise_schedule(total)",
+        "noises = schedule.noise_schedule(max(1, total - 1))",
         ("tests/test_private.py::test_spent_grows_with_the_ledger_up_to_the_promise",),
     ),
     Sabotage(
@@ -55,9 +55,9 @@ SABOTAGES = (
     ),
     Sabotage(
         "gradient-gets-the-whole-step",
-        PLAN,
-        "return gradient_multiplier(self.noise_multiplier, self.statistic_multiplier)",
-        "return self.noise_multiplier",
+        "phases.py",
+        "gradient = multiplier if statistic is None else gradient_multiplier(multiplier, statistic)",
+        "gradient = multiplier",
         (f"{POLICIES}::test_calibration_from_epsilon_counts_everything",),
     ),
     Sabotage(

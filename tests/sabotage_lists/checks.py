@@ -27,7 +27,7 @@ SABOTAGES = (
         SEEDS,
         "SILENT = 1e-6",
         "SILENT = 1e-3",
-        (TESTS, LAYOUTS),
+        (f"{TESTS}::test_a_share_is_found_in_rows_much_smaller_than_others",),
     ),
     Sabotage(
         "dependence-with-a-thousandfold-tolerance",
@@ -41,14 +41,14 @@ SABOTAGES = (
         TOTALS,
         "REPEATED, AMPLIFIED = 5e-2, 100.0",
         "REPEATED, AMPLIFIED = 50.0, 1e5",
-        (f"{PROMISES}::test_a_model_that_goes_on_from_the_pass_before_is_refused",),
+        (f"{TESTS}::test_a_pass_that_cannot_be_repeated_is_refused",),
     ),
     Sabotage(
         "checked-once",
         SELF,
         "return records > 0 and self._met & (self._met - 1) == 0",
         "return records > 0 and self._met <= 1",
-        (TESTS, PROMISES),
+        (f"{TESTS}::test_checks_come_at_the_first_two_batches_and_at_powers_of_two",),
     ),
     Sabotage(
         "never-checked-by-schedule",
@@ -80,15 +80,15 @@ SABOTAGES = (
     ),
     Sabotage(
         "dependence-not-looked-for",
-        SELF,
-        "                    refuse_dependent(forward_pass)\n",
-        "",
+        TOTALS,
+        "        raise depends_on_others(forward_pass.name)\n",
+        "        pass\n",
         (f"{TESTS}::test_every_mixing_model_is_found_before_anything_is_released", TESTS),
     ),
     Sabotage(
         "totals-not-compared",
         SELF,
-        "                    refuse_lost(forward_pass, parameters)\n",
+        "                    refuse_lost(forward_pass, parameters, live)\n",
         "",
         (f"{TESTS}::test_a_gradient_that_gets_lost_on_its_way_is_refused_by_name",),
     ),
@@ -97,7 +97,7 @@ SABOTAGES = (
         TOTALS,
         "    for name in parameters:\n        ours,",
         "    for name in list(parameters)[::2]:\n        ours,",
-        (TESTS,),
+        (f"{TESTS}::test_every_parameter_is_compared",),
     ),
     Sabotage(
         "all-seeds-alike",
@@ -125,14 +125,7 @@ SABOTAGES = (
         SEEDS,
         "    if bool((told & ~pure & (lengths > floor)).any()):\n        return None\n",
         "",
-        (f"{LAYOUTS}::test_records_that_meet_are_refused",),
-    ),
-    Sabotage(
-        "outputs-of-the-whole-batch",
-        RECORDS,
-        "if dim is None and (grad.dim() == 0 or len(grad) % self._records != 0):",
-        "if False:",
-        (TESTS, LAYOUTS),
+        (f"{TESTS}::test_a_share_is_found_in_rows_much_smaller_than_others",),
     ),
     Sabotage(
         "square-inputs-taken-as-they-come",
@@ -174,7 +167,7 @@ SABOTAGES = (
         CHECKING,
         "    for b in range(records):\n        yield _rows",
         "    for b in range(1):\n        yield _rows",
-        (PREFLIGHT,),
+        (f"{PREFLIGHT}::test_every_record_is_removed_in_turn",),
     ),
     Sabotage(
         "preflight-forgets-buffers",
@@ -188,7 +181,7 @@ SABOTAGES = (
         CHECKING,
         "return max(error, plain), max(",
         "return error, max(",
-        (PREFLIGHT,),
+        (f"{PREFLIGHT}::test_what_clipping_hides_is_compared_without_it",),
     ),
     Sabotage(
         "preflight-does-not-remove-records",
@@ -214,8 +207,8 @@ SABOTAGES = (
     Sabotage(
         "make-private-does-not-check-first",
         "private.py",
-        "            refuse_unsound(model, check, how, loss_reduction)\n",
-        "            pass\n",
+        "                refuse_unsound(model, check, phase.clipping, loss_reduction)\n",
+        "                pass\n",
         (f"{PREFLIGHT}::test_make_private_checks_first",),
     ),
 )

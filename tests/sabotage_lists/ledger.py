@@ -10,13 +10,17 @@ SABOTAGES = (
     Sabotage(
         "shown-before-it-is-recorded",
         PRIVATE,
-        """            self._record(event, gradients, statistic)
+        """            alone = self._journal is None and self._ranks.size == 1
+            if alone or self._is_new(step, event, gradients, statistic):
+                self.ledger.record(event)
         for name, parameter in self._engine.parameters.items():
             parameter.grad = gradients[name] if parameter.requires_grad else None
 """,
         """        for name, parameter in self._engine.parameters.items():
             parameter.grad = gradients[name] if parameter.requires_grad else None
-        self._record(event, gradients, statistic)
+        alone = self._journal is None and self._ranks.size == 1
+        if alone or self._is_new(step, event, gradients, statistic):
+            self.ledger.record(event)
 """,
         (f"{CHECKPOINTS}::test_a_repeated_step_that_differs_is_refused_before_anything_is_seen",),
     ),
@@ -29,9 +33,9 @@ SABOTAGES = (
     ),
     Sabotage(
         "repeated-steps-counted-again",
-        PRIVATE,
-        "            if self._journal and not self._journal.record(event, released):\n                return\n",
-        "            if self._journal:\n                self._journal.record(event, released)\n",
+        SAVED,
+        "        return self._journal is None or self._journal.record(event, released)\n",
+        "        return self._journal is None or self._journal.record(event, released) or True\n",
         (f"{CHECKPOINTS}::test_an_interrupted_run_ends_like_one_that_was_not",),
     ),
     Sabotage(
@@ -78,16 +82,16 @@ SABOTAGES = (
     ),
     Sabotage(
         "statistic-missing-from-the-fingerprint",
-        PRIVATE,
-        "released = fingerprint([*gradients.values(), *([] if statistic is None else [statistic])])",
+        SAVED,
+        "released = fingerprint([*gradients.values(), *shared])",
         "released = fingerprint([*gradients.values()])",
         (f"{CHECKPOINTS}::test_a_repeated_step_with_another_statistic_is_refused",),
     ),
     Sabotage(
         "fingerprint-of-the-first-parameter",
-        PRIVATE,
-        "released = fingerprint([*gradients.values(), *([] if statistic is None else [statistic])])",
-        "released = fingerprint([*list(gradients.values())[:1], *([] if statistic is None else [statistic])])",
+        SAVED,
+        "released = fingerprint([*gradients.values(), *shared])",
+        "released = fingerprint([*list(gradients.values())[:1], *shared])",
         (f"{CHECKPOINTS}::test_a_repeated_step_in_which_one_parameter_differs_is_refused",),
     ),
     Sabotage(

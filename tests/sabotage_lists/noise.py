@@ -9,15 +9,15 @@ SABOTAGES = (
     Sabotage(
         "noise-one-percent-less",
         SOURCE,
-        "(fast.add if fast else by_numpy)(key, sums, stddevs, outs)",
-        "(fast.add if fast else by_numpy)(key, sums, [0.99 * stddev for stddev in stddevs], outs)",
+        "(fast.add if fast else by_numpy)(key, sums, stddevs, 1 / divisor, outs, places)",
+        "(fast.add if fast else by_numpy)(key, sums, [0.99 * stddev for stddev in stddevs], 1 / divisor, outs, places)",
         (f"{TESTS}/test_noise_sources.py::test_a_release_is_the_value_plus_noise_of_its_own_size",),
     ),
     Sabotage(
         "noise-of-a-resumed-run-less",
         PRIVATE,
-        'released = self._source.release("gradient", step, list(sums.values()), stddevs)',
-        'released = self._source.release("gradient", 0, list(sums.values()), stddevs)',
+        'released = self._source.release("gradient", step, list(sums.values()), stddevs, batch, places)',
+        'released = self._source.release("gradient", 0, list(sums.values()), stddevs, batch, places)',
         (f"{TESTS}/test_noise.py::test_no_two_steps_share_their_noise",),
     ),
     Sabotage(
@@ -157,8 +157,8 @@ SABOTAGES = (
     Sabotage(
         "one-generator-for-all-tensors-off-the-cpu",
         SOURCE,
-        "words(key, (number + 1) << 64, 1)",
-        "words(key, 1 << 64, 1)",
+        "words(key, ((number + 1) << 64) + place, 1)",
+        "words(key, (1 << 64) + place, 1)",
         (f"{TESTS}/test_noise_sources.py::test_torchs_generator_there_is_used_only_if_asked_for_by_name",),
     ),
     Sabotage(
@@ -171,7 +171,7 @@ SABOTAGES = (
     Sabotage(
         "noise-too-small-to-hide-anything",
         SOURCE,
-        "if not LEAST_STDDEV <= stddev < math.inf:",
+        "if not LEAST_STDDEV <= stddev / divisor < math.inf:",
         "if not stddev < math.inf:",
         (f"{TESTS}/test_noise_sources.py::test_noise_that_hides_nothing_is_refused",),
     ),
@@ -255,8 +255,8 @@ SABOTAGES = (
     Sabotage(
         "last-chunk-of-a-threaded-release",
         "native/noise.c",
-        "chunks * k / threads, chunks * (k + 1) / threads);",
-        "chunks * k / threads, chunks * (k + 1) / threads - (k > 0));",
+        "                  chunks * (k + 1) / threads);",
+        "                  chunks * (k + 1) / threads - (k > 0));",
         ("tests/native/test_build.py::test_no_result_depends_on_the_number_of_threads",),
     ),
 )

@@ -8,9 +8,9 @@ PRIVATE, PLAN = "private.py", "plan.py"
 QUANTILE, HISTOGRAM, DC_P, DC_E = (f"thresholds/{name}.py" for name in ("quantile", "histogram", "dc_p", "dc_e"))
 HAND, RUN = "tests/thresholds/test_policies.py", "tests/thresholds/test_private_policies.py"
 RELEASES = "tests/thresholds/test_releases.py"
-STDDEVS = "by_group = (self.plan.stddevs(step, self._thresholds).flatten()"
-MULTIPLIER = "return noise_stddevs(thresholds, self.event(step).gradient_multiplier, self.clipping.allocation)"
-FACTORS = "return self.plan.clipping.rule(norms, thresholds.to(norms))"
+STDDEVS = "by_group = self.plan.stddevs(step, self._thresholds).flatten()"
+MULTIPLIER = "return noise_stddevs(thresholds, self.event(step).gradient_multiplier, self.phase(step)"
+FACTORS = "return self._phase.clipping.factors(norms, thresholds.to(norms), groups)"
 
 
 def in_a_run() -> Iterator[Sabotage]:
@@ -20,21 +20,25 @@ def in_a_run() -> Iterator[Sabotage]:
         tests = (f"{RELEASES}::test_each_release_of_a_flat_run[{policy}-uniform-None]",)
         mine = f'self.plan.clipping.name == "{policy}"'
         yield Sabotage(
-            f"{policy}-hundredth-of-the-noise", PRIVATE, STDDEVS, f"{STDDEVS} * (0.01 if {mine} else 1)", tests
+            f"{policy}-hundredth-of-the-noise",
+            PRIVATE,
+            STDDEVS,
+            f"by_group = (0.01 if {mine} else 1) * self.plan.stddevs(step, self._thresholds).flatten()",
+            tests,
         )
         first = f"self.plan.clipping.start(len(self.plan.groups)) if {mine} else self._thresholds"
         yield Sabotage(
             f"{policy}-noise-of-the-first-thresholds",
             PRIVATE,
             STDDEVS,
-            f"by_group = (self.plan.stddevs(step, {first}).flatten()",
+            f"by_group = self.plan.stddevs(step, {first}).flatten()",
             tests,
         )
         yield Sabotage(
             f"{policy}-clips-at-one-and-a-half",
             PRIVATE,
             FACTORS,
-            f"return self.plan.clipping.rule(norms, thresholds.to(norms) * (1.5 if {mine} else 1))",
+            f"return self._phase.clipping.factors(norms, thresholds.to(norms) * (1.5 if {mine} else 1), groups)",
             tests,
         )
         if policy != "decay":
@@ -43,7 +47,7 @@ def in_a_run() -> Iterator[Sabotage]:
                 f"{policy}-joint-multiplier-on-the-gradient",
                 PLAN,
                 MULTIPLIER,
-                f"return noise_stddevs(thresholds, {joint}self.event(step).gradient_multiplier), self.clipping.allocation)",
+                f"return noise_stddevs(thresholds, {joint}self.event(step).gradient_multiplier), self.phase(step)",
                 tests,
             )
     yield Sabotage(
@@ -59,9 +63,9 @@ SABOTAGES = (
     *in_a_run(),
     Sabotage(
         "decay-noise-of-the-first-stair",
-        PLAN,
+        "noise_schedule.py",
         "        if step < count:\n            return relative\n",
-        "        if step < count:\n            return stairs[0][0]\n",
+        "        if step < count:\n            return schedule[0][0]\n",
         (f"{RELEASES}::test_each_release_of_a_flat_run[decay-noise-uniform-None]",),
     ),
     Sabotage(
@@ -88,8 +92,8 @@ SABOTAGES = (
     Sabotage(
         "thresholds-not-updated",
         PRIVATE,
-        "self._set_policy(self.plan.clipping.policy.update(self._policy_state, statistic, self.plan.setting))",
-        "pass",
+        "self._go_on(step + 1, phase.clipping.policy.update(self._policy_state, statistic, phase.setting))",
+        "self._go_on(step + 1, self._policy_state)",
         (f"{RELEASES}::test_each_release_of_a_flat_run[dc-p-uniform-None]",),
     ),
     Sabotage("quantile-sign", QUANTILE, "(-self.rate *", "(self.rate *", (f"{HAND}::test_quantile_by_hand",)),

@@ -86,15 +86,15 @@ SABOTAGES = (
     Sabotage(
         "number-of-rows-in-a-message",
         "gradients/engine.py",
-        "shape = written(losses.shape, micro.records)",
-        'shape = f"{tuple(losses.shape)} for {micro.records} records"',
-        (SECRETS, "tests/test_promises.py"),
+        '("B" if size == micro.records else "n") if k == 0 else str(size)',
+        "str(size)",
+        ("tests/test_promises.py::test_what_is_not_one_loss_per_record_is_refused",),
     ),
     Sabotage(
         "true-statistic-in-the-history",
         "private.py",
-        "self.history.append(self._policy_state, statistic)",
-        "self.history.append(self._policy_state, self._statistic)",
+        "self._note(phase, statistic)",
+        "self._note(phase, self._statistic)",
         (f"{SECRETS}::test_the_library_writes_no_true_value", "tests/thresholds/test_releases.py"),
     ),
     Sabotage(
@@ -113,7 +113,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "large-delta-unnoticed",
-        "plan.py",
+        "planning.py",
         "if note := large_delta_note(delta, dataset_size):",
         'if note := "":',
         ("tests/test_misuse.py::test_a_delta_above_one_over_n_is_warned_of",),

@@ -75,7 +75,7 @@ SABOTAGES = (
         LOADER,
         "            batch, parts = schedule.next()\n",
         "            batch, parts = schedule.next()\n            if not batch.records:\n                continue\n",
-        (f"{LOADERS}::test_an_empty_batch_moves_the_weights",),
+        (f"{LOADERS}::test_the_same_seed_gives_the_same_batches_in_every_way_of_fetching[in memory]",),
     ),
     Sabotage(
         "parts-handed-out-twice",
@@ -89,7 +89,7 @@ SABOTAGES = (
         LOADER,
         "            if number != self._passes:\n",
         "            if False:\n",
-        (f"{STEPPING}::test_two_iterators_at_a_time_are_refused_in_one_sentence", LOADERS),
+        ("tests/test_misuse.py::test_no_two_batches_are_the_same_draw_however_they_are_fetched",),
     ),
     Sabotage(
         "batches-may-be-dropped",
@@ -103,14 +103,14 @@ SABOTAGES = (
         LOADER,
         "        self._listener.refuse_unstepped()\n        self._passes += 1\n",
         "        self._passes += 1\n",
-        (f"{STEPPING}::test_the_last_batch_of_a_pass_is_not_dropped_either",),
+        (f"{STEPPING}::test_a_batch_that_is_dropped_is_refused_at_the_next",),
     ),
     Sabotage(
         "batches-of-another-rate",
         "stepping.py",
         "if batch.sampling != plan.sampling or batch.sample_rate != plan.sample_rate:",
         "if False:",
-        (STEPPING, "tests/test_misuse.py"),
+        (f"{STEPPING}::test_a_batch_that_was_not_drawn_as_planned_is_refused",),
     ),
     Sabotage(
         "data-loaders-that-sample-otherwise",

@@ -12,24 +12,31 @@ BY_EVERY_WAY = "test_by_every_way_the_sum_is_the_oracles_and_one_record_moves_it
 SABOTAGES = (
     Sabotage(
         "divided-by-the-realised-batch",
-        SUMS,
-        "(micro.scale / self._expected_batch)",
-        "(micro.scale / max(micro.records, 1))",
+        "private.py",
+        "parameters, batch, shards = self._engine.parameters, self.plan.expected_batch, self._shards",
+        "parameters, batch, shards = self._engine.parameters, max(self._engine.seen, 1), self._shards",
         (f"{RELEASES}::test_each_release_of_a_flat_run[abadi-uniform-None]",),
     ),
     Sabotage(
         "sum-not-divided",
-        SUMS,
-        "(micro.scale / self._expected_batch)",
-        "micro.scale",
+        "noise/source.py",
+        "stddevs, 1 / divisor, outs, places)",
+        "stddevs, 1.0, outs, places)",
         ("tests/test_private.py::test_step_releases_the_clipped_sum_plus_noise_over_the_expected_batch",),
     ),
     Sabotage(
-        "noise-divided-by-the-realised-batch",
+        "noise-of-the-realised-batch",
         "private.py",
-        "/ self.plan.expected_batch).tolist()",
-        "/ max(self._batch.records if self._batch else 1, 1)).tolist()",
+        "by_group = self.plan.stddevs(step, self._thresholds).flatten().tolist()",
+        "by_group = (self.plan.stddevs(step, self._thresholds) * self._engine.seen / 12).flatten().tolist()",
         (f"{RELEASES}::test_each_release_of_a_flat_run[abadi-uniform-None]",),
+    ),
+    Sabotage(
+        "mean-loss-not-undone",
+        SUMS,
+        "            factors = factors * micro.scale\n",
+        "            pass\n",
+        ("tests/gradients/forms/test_numbers.py::test_means_and_sums_of_losses_give_the_same_sum",),
     ),
     Sabotage(
         "norms-of-a-mean-loss",
@@ -76,8 +83,8 @@ SABOTAGES = (
     Sabotage(
         "threshold-of-another-group-in-chunks",
         SUMS,
-        "self._sum(micro, [{name: part}], norms[-1], [group])",
-        "self._sum(micro, [{name: part}], norms[-1], [0])",
+        "self._sum(micro, [{name: part}], norms[-1], [group], self._sums)",
+        "self._sum(micro, [{name: part}], norms[-1], [0], self._sums)",
         (CHUNKS,),
     ),
     Sabotage(

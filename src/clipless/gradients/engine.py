@@ -13,7 +13,6 @@ from clipless.gradients.capture.watch import StateWatch
 from clipless.gradients.checks.self_check import SelfCheck
 from clipless.gradients.forms import forget
 from clipless.gradients.kernels import Kernels
-from clipless.gradients.records import written
 from clipless.gradients.shards import Shards, refuse_sharded
 from clipless.gradients.sums import ClippedSums, Factors, Observe
 from clipless.partition import Partition
@@ -146,10 +145,13 @@ def refuse_losses(losses: object, micro: MicroBatch | None) -> None:
     if not isinstance(losses, Tensor):
         raise InvalidType(f"backward() takes a tensor of one loss per record, got {type(losses).__name__}.")
     if losses.shape != (micro.records,):
-        shape = written(losses.shape, micro.records)
+        # How many losses there are may tell how many records there are, which is not public.
+        sizes = [
+            ("B" if size == micro.records else "n") if k == 0 else str(size) for k, size in enumerate(losses.shape)
+        ]
         raise InvalidArgument(
-            f"backward() takes one loss per record, a tensor of shape (B,), got {shape}: use reduction='none', and average "
-            "over each record's own tokens or outputs."
+            f"backward() takes one loss per record, a tensor of shape (B,), got ({', '.join(sizes)}): use "
+            "reduction='none', and average over each record's own tokens or outputs."
         )
     if not losses.requires_grad and micro.records:
         raise Misuse(

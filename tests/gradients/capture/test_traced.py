@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 import clipless
 from clipless import oracle
 from clipless.clipping import CLIPPINGS
+from clipless.gradients.capture.crossing import reduced
 from clipless.preflight import relative_error
 from problems import losses
 from self_checking import MODES, self_checked
@@ -288,6 +289,13 @@ def test_removing_a_record_moves_the_sum_by_at_most_the_sensitivity(make: Callab
     report = clipless.check(make(), losses, (x, torch.arange(5) % 3), clipless.auto_v(groups=groups))
     report.raise_if_unsound()
     assert report.largest_change <= report.sensitivity * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 1), (1, 4), (1, 1), (4,), (1,), ()])
+def test_the_gradient_of_what_was_broadcast_is_summed_record_by_record(shape: tuple[int, ...]) -> None:
+    parameter, x, g = torch.randn(shape, requires_grad=True), torch.randn(5, 3, 4), torch.randn(5, 3, 4)
+    expected = [torch.autograd.grad((parameter + x[k] * 0), parameter, g[k])[0] for k in range(5)]
+    torch.testing.assert_close(reduced(g, torch.Size(shape)), torch.stack(expected))
 
 
 def test_dropout_beside_a_parameter_uses_the_mask_of_the_forward_pass() -> None:
