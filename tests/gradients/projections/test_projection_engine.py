@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import clipless
 from clipless.clipping import RULES, abadi
 from clipless.errors import InvalidArgument, Misuse, UnsupportedModule
+from clipless.gradients.checks.self_check import CheckSchedule
 from clipless.gradients.projections import ProjectionEngine
 from clipless.noise import noise_source
 from clipless.noise.keys import KEY, SeededKeys, keystream
@@ -375,6 +376,34 @@ def test_frozen_parameters_and_sparse_tables_are_left_to_autograd() -> None:
     found = projected(model, x, y, 2)[0]
     assert found.keys() == exact.keys() == {"0.weight", "3.weight", "3.bias"}
     assert distance(found, exact) < 1e-5
+
+
+class Rounding(nn.Linear):
+    """Its first pass is another function than all later ones, by a little, as another kernel's rounding can make it."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor, self.factor = self.factor, 1.0
+        return super().forward(x) * factor
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.02, 1.2])
+def test_the_sum_is_that_of_the_gradients_whose_norms_were_estimated(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckSchedule, "due", lambda self, records: False)  # a check would see it
+    torch.manual_seed(0)
+    model, x, y = Rounding(4, 3), torch.randn(6, 4), torch.randint(3, (6,))
+    first = x @ model.weight.T * factor + model.bias * factor
+    at_output = torch.autograd.grad(F.cross_entropy(first, y, reduction="sum"), first)[0]
+    model.factor = factor
+    if factor > 1.05:
+        with pytest.raises(UnsupportedModule, match="do not agree"):
+            projected(model, x, y, 3)
+        return
+    found = projected(model, x, y, 3)[0]
+    torch.testing.assert_close(found["weight"], at_output.T @ x, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("where", ["model", "losses"])
