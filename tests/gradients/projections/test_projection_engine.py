@@ -1,6 +1,9 @@
 """gradients="jl": the law of its norms, its releases by hand, agreement with the exact engine, and what it refuses."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -247,6 +250,18 @@ def test_runs_resume_bit_for_bit_and_record_their_projections(tmp_path: Path, cl
     assert all(event.projections == 4 for event, _ in whole.private.ledger.events)  # type: ignore[attr-defined]
     found = clipless.read_ledger(tmp_path / "ledger.jsonl")
     assert found.spent().epsilon == whole.private.spent().epsilon > clipless.epsilon(2.0, 12 / 60, STEPS, 1e-5)
+
+
+def test_a_report_says_that_norms_were_estimated(tmp_path: Path) -> None:
+    made = run()
+    made.private.save_to(tmp_path / "ledger.jsonl")
+    made.go(2).close()
+    shown = subprocess.run(
+        [sys.executable, "-m", "clipless", "report", str(tmp_path / "ledger.jsonl")],
+        capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1", "COLUMNS": "200"},
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert "estimated by 4 random projections" in shown.stdout
 
 
 def test_secure_noise_gives_other_vectors_in_every_run() -> None:
