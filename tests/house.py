@@ -16,7 +16,9 @@ MOST_LINES, MOST_FUNCTION_LINES = 300, 50
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "rounding"}),
-    frozenset({"arguments", "defaults", "clipped", "closures", "native", "processes"}),
+    frozenset(
+        {"arguments", "defaults", "clipped", "closures", "native", "noise_schedule", "processes", "random_state"}
+    ),
     frozenset({"accounting", "theory", "partition", "noise", "thresholds", "foreign", "replacing", "averaging"}),
     frozenset({"clipping", "sampling", "runs"}),
     frozenset({"phases"}),

@@ -18,8 +18,11 @@ def seeded_normals(seed: int, stream: str, step: int, templates: Iterable[Tensor
     return [part.view(one.shape) for part, one in zip(parts, wanted, strict=True)]
 
 
-def assert_on_grid(released: Tensor, exact: Tensor, stddev: float, within: float) -> None:
-    """What was released is the exact value rounded to the grid of the noise, if the value may be off by `within`."""
+def assert_on_grid(released: Tensor, exact: Tensor, stddev: float, within: float, divisor: float = 1.0) -> None:
+    """What was released is the exact value rounded to the grid of the noise, then divided, if the value may be off by
+    `within` before. Divided values are in float32."""
     step = grid(stddev)
     low, high = (((exact.double() + off) / step).round() * step for off in (-within, within))
+    if divisor != 1:
+        low, high = ((value * (1 / divisor)).float() for value in (low, high))
     assert ((low <= released) & (released <= high)).all(), (released, exact)

@@ -24,11 +24,11 @@ ROUNDING = 1 + 1e-6
 @pytest.mark.parametrize("rule", EVERY_RULE.values(), ids=EVERY_RULE)
 def test_contribution_never_exceeds_threshold(rule, norm: float, threshold: float, dtype: torch.dtype) -> None:
     """P1, and a norm that is not finite gets exactly 0."""
-    norms = torch.tensor([[norm]], dtype=dtype)
-    factor = float(rule(norms, torch.tensor([[threshold]])))
+    norms, thresholds = torch.tensor([[norm]], dtype=dtype), torch.tensor([[threshold]], dtype=dtype)
+    factor = float(rule(norms, thresholds))
     assert math.isfinite(factor)
     if math.isfinite(norm):
-        assert factor * float(norms) <= threshold * ROUNDING
+        assert factor * float(norms) <= float(thresholds) * ROUNDING
     else:
         assert factor == 0.0
 

@@ -146,8 +146,9 @@ def test_every_step_adds_the_noise_once(rule: str, groups: Any) -> None:
             drift = before[name] - 0.05 * (truth[name] / 12 + before[name] / (60 * 0.5**2))
             # The gradient is rounded to the grid of its own noise.
             assert p.grad is not None
-            expected = truth[name].double() / 12 + s / 0.05 * noise
-            assert_on_grid(p.grad.double(), expected, s / 0.05, 2e-5 * (s / 0.05 + float(expected.abs().max())))
+            stddev = 12 * s / 0.05
+            expected = truth[name].double() + stddev * noise
+            assert_on_grid(p.grad, expected, stddev, 2e-5 * (stddev + float(expected.abs().max())), divisor=12)
             assert float((p.detach() - drift + s * noise).abs().max()) < s / 64 + 1e-5
     chain.detach()
 

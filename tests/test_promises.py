@@ -128,7 +128,7 @@ def test_one_record_more_changes_no_other_share_in_half_precision(size: int, mod
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
             losses = F.cross_entropy(model(inputs), targets, reduction="none")
         private.backward(losses)
-        sums.append(torch.cat([s.flatten().double() for s in private._engine.complete().values()]) * count)
+        sums.append(torch.cat([s.flatten().double() for s in private._engine.complete().values()]))
         optimizer.step()
         private.detach()
     assert (sums[0] - sums[1]).norm() <= 1 + 1e-3
@@ -152,11 +152,11 @@ def test_a_mean_loss_in_half_precision_is_refused(mode: str) -> None:
     ("losses", "error", "words"),
     [
         (lambda out, y: F.cross_entropy(out, y), clipless.InvalidArgument, r"one loss per record.*shape \(B,\)"),
-        (lambda out, y: out, clipless.InvalidArgument, r"one loss per record"),
+        (lambda out, y: out, clipless.InvalidArgument, r"one loss per record, .*, got \(B, \d\): "),
         (
             lambda out, y: F.cross_entropy(out, y, reduction="none")[:-1],
             clipless.InvalidArgument,
-            "one loss per record",
+            r"one loss per record, .*, got \(n\): ",
         ),
         (lambda out, y: [1.0] * len(y), clipless.InvalidType, "a tensor of one loss per record"),
         (lambda out, y: out.detach().sum(1), Misuse, "no gradient"),

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import clipless
 from clipless import InvalidType, Misuse, Private
+from clipless.sampling.loader import Batch
 
 FEATURES, CLASSES, SIZE, BATCH = 4, 3, 40, 10
 UNSTEPPED = r"was not stepped.*empty ones like any other.*private\.loader\.again\(\)"
@@ -124,6 +125,28 @@ def test_a_batch_that_is_dropped_is_refused_at_the_next(loop: Callable[..., None
         optimizer.step()
     assert private.ledger.steps == 60
     assert draws == list(range(60))
+
+
+def test_a_parameter_that_became_trainable_after_backward_is_refused_by_name() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    private = attach(model, optimizer)
+    backward(model, next(iter(private.loader)))
+    model[0].requires_grad_(True)
+    with pytest.raises(Misuse, match=r"parameter '0\.weight' became trainable"):
+        optimizer.step()
+    private.detach()
+
+
+@pytest.mark.parametrize(("sampling", "rate"), [("poisson", 0.9), ("shuffled", None)])
+def test_a_batch_that_was_not_drawn_as_planned_is_refused(sampling: str, rate: float | None) -> None:
+    """As another sampler than the loader's own would announce it."""
+    _, _, private = fresh()
+    with pytest.raises(Misuse, match="does not fit the plan"):
+        private.open_batch(Batch(0, 3, sampling, private.plan.sample_rate if rate is None else rate))
+    private.open_batch(Batch(0, 3, private.plan.sampling, private.plan.sample_rate))
+    private.detach()
 
 
 def test_the_last_batch_of_a_pass_is_not_dropped_either() -> None:
@@ -285,8 +308,9 @@ def evaluation(model: nn.Module, optimizer: Optimizer, batch: Any, calls: list[b
     return closure
 
 
-@pytest.mark.parametrize("make", [SGD, Adam, Adagrad])
-@pytest.mark.parametrize("how", ["argument", "keyword", "no_grad"])
+@pytest.mark.parametrize(
+    ("make", "how"), [(SGD, "argument"), (SGD, "keyword"), (SGD, "no_grad"), (Adam, "argument"), (Adagrad, "no_grad")]
+)
 def test_a_closure_is_called_once_and_then_the_noise_is_added(make: Callable[..., Optimizer], how: str) -> None:
     outcomes = []
     for closed in (False, True):

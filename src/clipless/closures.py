@@ -17,8 +17,8 @@ _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 def call_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Call the closure of `step(closure)`, once, as torch would: with gradients enabled.
 
-    Returns the arguments that the optimizer goes on with, in which the closure is replaced by one that returns the same
-    loss; None if there is no closure.
+    Returns the arguments for the optimizer, with the closure replaced by one that returns the same loss; None if there is
+    no closure.
     """
     given = [argument for argument in (*args[1:], *kwargs.values()) if argument is not None]
     if not given:
@@ -32,7 +32,7 @@ def call_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _CalledClosure:
-    """A closure that was called already. Refuses to be called after the weights have moved: its loss would be stale."""
+    """A closure that was called already. Raises if it is called after the weights have changed: its loss would be stale."""
 
     def __init__(self, optimizer: Optimizer, loss: Any) -> None:
         self._optimizer, self._loss = optimizer, loss

@@ -1,4 +1,4 @@
-"""The slow truth: the clipped sum computed from its definition, one record at a time, with plain autograd.
+"""The reference: the clipped sum computed from its definition, one record at a time, with plain autograd.
 
 Shares no code with the engine, which is tested against it.
 """
@@ -59,7 +59,7 @@ def one_record(batch: Any, record: int, records: int) -> Any:
 
 
 def _count_records(model: nn.Module, loss_fn: LossFunction, batch: Any) -> int:
-    """The number of losses that the batch gives; 0 if it has no rows. Torch's random state is left as it was."""
+    """The number of losses that the batch gives; 0 if it has no rows. Torch's random state is restored."""
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if leaves and leaves[0].shape[0] == 0:
         return 0

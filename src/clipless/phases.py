@@ -7,7 +7,8 @@ from clipless.accounting import gradient_multiplier
 from clipless.arguments import positive
 from clipless.clipping import Clipping, Groups, as_clipping
 from clipless.errors import InvalidArgument, InvalidType
-from clipless.thresholds import Setting, Stairs
+from clipless.noise_schedule import NoiseSchedule
+from clipless.thresholds import Setting
 
 # Shares of 1/3 or 0.1 do not add up to 1 exactly.
 ROUNDING = 1e-6
@@ -58,7 +59,7 @@ class Schedule:
             lengths[span] += edges[k + 1] - edges[k]
         return lengths
 
-    def noise_schedule(self, steps: int) -> Stairs:
+    def noise_schedule(self, steps: int) -> NoiseSchedule:
         """The noise multipliers of all steps, relative to the planned one: those of the policies, one after the other."""
         spans = self.spans()
         policies = [self.parts[spans.index(span)][1].policy for span in range(spans[-1] + 1)]

@@ -12,9 +12,10 @@ from torch import Tensor
 from clipless import defaults
 from clipless.accounting import ACCOUNTANTS, Ledger, StepEvent
 from clipless.clipping import Clipping
+from clipless.noise_schedule import NoiseSchedule, relative_noise
 from clipless.partition import Partition
 from clipless.phases import Phase, Schedule, phases_of
-from clipless.thresholds import Constant, Setting, Stairs
+from clipless.thresholds import Constant, Setting
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,13 @@ class PrivacyPlan:
 
     def event(self, step: int = 0) -> StepEvent:
         """What step number `step`, counted from 0, releases: an event for the ledger."""
-        relative, phase = relative_noise(self._stairs, step), self.phase(step)
+        relative, phase = relative_noise(self._noise_schedule, step), self.phase(step)
         gradient = relative * phase.gradient_multiplier
         return _event(self.sample_rate, gradient, phase.statistic_multiplier, self.projections)
 
     def planned(self) -> Ledger:
         """What all planned steps together release."""
-        changes = set(accumulate((count for _, count in self._stairs), initial=0))
+        changes = set(accumulate((count for _, count in self._noise_schedule), initial=0))
         edges = sorted(changes | {phase.first for phase in self.phases})
         ledger = Ledger()
         for step, end in pairwise(edges):
@@ -118,7 +119,7 @@ class PrivacyPlan:
         return noise_stddevs(thresholds, self.event(step).gradient_multiplier, self.phase(step).clipping.allocation)
 
     @cached_property
-    def _stairs(self) -> Stairs:
+    def _noise_schedule(self) -> NoiseSchedule:
         return self.schedule.noise_schedule(self.steps)
 
     def to_dict(self) -> dict[str, Any]:
@@ -198,16 +199,3 @@ def noise_stddevs(thresholds: Tensor, multiplier: float, allocation: str) -> Ten
     if allocation == "equal-budget":
         return multiplier * math.sqrt(len(thresholds)) * thresholds.double()
     return torch.full_like(thresholds, multiplier, dtype=torch.float64) * sensitivity(thresholds)
-
-
-def relative_noise(stairs: Stairs, step: int) -> float:
-    """The relative noise multiplier of a step, counted from 0; beyond the schedule that of its last stair.
-
-    >>> [relative_noise([(1.0, 2), (0.5, 1)], step) for step in range(4)]
-    [1.0, 1.0, 0.5, 0.5]
-    """
-    for relative, count in stairs:
-        if step < count:
-            return relative
-        step -= count
-    return stairs[-1][0]

@@ -8,10 +8,10 @@ from clipless.accounting import ACCOUNTANTS, scheduled_epsilon, scheduled_multip
 from clipless.accounting.calibrate import search
 from clipless.arguments import large_delta_note, named, positive, whole
 from clipless.errors import InvalidArgument
+from clipless.noise_schedule import NoiseSchedule
 from clipless.partition import Partition
 from clipless.phases import Schedule
 from clipless.plan import PrivacyPlan
-from clipless.thresholds import Stairs
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -43,8 +43,8 @@ def make_plan(
     if delta is None and dataset_size < 2:
         raise InvalidArgument("with a single record there is no default delta: give delta= yourself.")
     _warn_of_large_delta(chosen_delta, dataset_size)
-    stairs = schedule.noise_schedule(total)
-    eps, z = _budget(epsilon, noise_multiplier, chosen_delta, batch / dataset_size, stairs, accountant)
+    noises = schedule.noise_schedule(total)
+    eps, z = _budget(epsilon, noise_multiplier, chosen_delta, batch / dataset_size, noises, accountant)
     plan = PrivacyPlan(
         epsilon=eps,
         delta=chosen_delta,
@@ -114,15 +114,15 @@ def _total_steps(epochs: int | None, steps: int | None, per_pass: int) -> int:
 
 
 def _budget(
-    target: float | None, multiplier: float | None, delta: float, rate: float, stairs: Stairs, accountant: str
+    target: float | None, multiplier: float | None, delta: float, rate: float, schedule: NoiseSchedule, accountant: str
 ) -> tuple[float, float]:
     """ε and the first step's noise multiplier, the one computed from the other, for steps of this schedule."""
     if target is not None and multiplier is not None:
         raise InvalidArgument("epsilon= and noise_multiplier= contradict each other: give one of them.")
     if target is not None:
-        z = scheduled_multiplier(target, delta, rate, stairs, accountant)
+        z = scheduled_multiplier(target, delta, rate, schedule, accountant)
         return float(target), z
     if multiplier is not None:
         z = positive("noise_multiplier", multiplier)
-        return scheduled_epsilon(z, rate, stairs, delta, accountant), z
+        return scheduled_epsilon(z, rate, schedule, delta, accountant), z
     raise InvalidArgument("give epsilon=, the privacy budget (3.0 is a common choice), or noise_multiplier=.")

@@ -1,4 +1,4 @@
-"""make_private: the one place where the parts meet, and one private step from top to bottom."""
+"""make_private, which puts the parts together, and one private step from top to bottom."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -60,12 +60,12 @@ def make_private(
     """Make an ordinary training loop differentially private: `optimizer.step()` then releases noised gradients only.
 
     Give `epsilon` or `noise_multiplier`, `epochs` or `steps`, and the expected `batch_size`; without `delta` it is
-    N**-1.1. Train on `private.loader`. Model and optimizer stay what they are and get hooks, which `detach()` removes.
-    `check=(loss_fn, batch)` runs `clipless.check` first, which raises `Unsound` for a model or loss that mixes records;
-    `kernels=clipless.Kernels(memory_cap=...)` bounds the memory that private training takes over plain training.
-    Noise is secure, or repeatable where a `seed` is given, which then must stay secret (docs/noise.md). Several processes
-    train one run together where torch.distributed is initialised, or in the `group` given (docs/distributed.md);
-    `group=False` says that this process trains alone, whatever torchrun says.
+    N**-1.1. Train on `private.loader`. Model and optimizer are not wrapped; they get hooks, which `detach()` removes.
+    `check=(loss_fn, batch)` runs `clipless.check` first, which raises `Unsound` for a model or loss that mixes records.
+    `kernels=clipless.Kernels(memory_cap=...)` bounds the memory that private training takes beyond plain training.
+    Noise is secure, or, with a `seed`, repeatable; the seed must then stay secret (docs/noise.md).
+    Several processes train one run together if torch.distributed is initialised, or in the `group` given
+    (docs/distributed.md); `group=False` says that this process trains alone, even under torchrun.
     `clipping=` takes a name, an object such as `clipless.auto_s()`, or a `clipless.schedule` of them.
     `gradients="jl"` estimates norms by random `projections` in forward mode, for models that the exact engine does not
     take; it costs more noise, needs `private.backward(losses)` and accountant "pld" (docs/projections.md).
@@ -127,23 +127,22 @@ class Private(SavedRun):
         idle: Idle,
     ) -> None:
         super().__init__(model, optimizer, plan, source, ranks)
-        self._idle = idle
-        self._allow_overspend = allow_overspend
+        self._idle, self._allow_overspend = idle, allow_overspend
         self._guard = Guard(model, optimizer, None if group is None and ranks.size == 1 else False)
         self._statistic: Tensor | None = None
-        observe, expected = self._observe if plan.releases_statistics else None, plan.expected_batch
+        observe = self._observe if plan.releases_statistics else None
         self._engine: Engine | ProjectionEngine
         if plan.projections is None:
-            self._engine = Engine(model, plan.groups, self._factors, observe, kernels, expected, checks_itself=True)
+            self._engine = Engine(model, plan.groups, self._factors, observe, kernels, checks_itself=True)
         else:
-            self._engine = ProjectionEngine(model, self._factors, observe, self._vector, plan.projections, expected)
+            self._engine = ProjectionEngine(model, self._factors, observe, self._vector, plan.projections)
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=(ranks.rank, ranks.size))
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
         self._attach()
 
     @property
     def steps_taken(self) -> int:
-        """Steps behind the present weights: all that are recorded, less those that a resumed run has yet to repeat."""
+        """Steps that led to the present weights: all recorded ones, less those that a resumed run has yet to repeat."""
         return self.ledger.steps - (self._journal.pending if self._journal else 0)
 
     def detach(self) -> None:
@@ -173,7 +172,7 @@ class Private(SavedRun):
     # What the loader announces.
 
     def steps_left(self) -> int | None:
-        """Steps until the budget is spent, None if overspending is allowed; raises `BudgetSpent` when there are none."""
+        """Steps until the budget is spent, None if overspending is allowed; raises `BudgetSpent` if there are none."""
         if self._allow_overspend:
             return None
         left = self.plan.steps - self.steps_taken
@@ -182,7 +181,7 @@ class Private(SavedRun):
         return left
 
     def refuse_unstepped(self) -> None:
-        """Raises if the batch that was handed out last has not been stepped."""
+        """Raises if the last batch has not been stepped."""
         if self._batch is not None:
             raise unstepped(self._engine.seen)
 
@@ -192,28 +191,28 @@ class Private(SavedRun):
         self._batch = batch if self._handles else None
 
     def reopen_batch(self) -> None:
-        """The open batch begins anew."""
+        """Start the open batch over."""
         if self._batch is None:
             raise Misuse("there is no batch to hand out again: the last one was stepped, so go on with private.loader.")
         self._begin(self._batch)
 
     def _begin(self, batch: Batch | None) -> None:
-        """Nothing has been added up, for this batch or for none."""
+        """Forget all sums. The next ones are of this batch, or of none."""
         self._engine.clear()
         self._batch, self._statistic = batch, None
 
     def open_part(self, records: int) -> None:
-        """The records of the next forward and backward pass."""
+        """Begin a micro-batch of so many records."""
         self._engine.open(records, averaged=self.plan.loss_reduction == "mean")
 
     # One step.
 
     def backward(self, losses: Tensor) -> None:
-        """From one loss per record, (B,): nothing is left to be misstated, and losses that couple records are refused."""
+        """Run the backward pass from one loss per record, (B,). Losses that couple records are refused."""
         self._engine.backward(losses)
 
     def _factors(self, norms: Tensor, groups: Sequence[int]) -> Tensor:
-        """How much of some records enters these groups' sums, [g,b]."""
+        """The clipping factors of some records in these groups, [g,b]."""
         thresholds = self._thresholds[groups] if len(self._thresholds) > 1 else self._thresholds
         return self._phase.clipping.factors(norms, thresholds.to(norms), groups)
 
@@ -222,19 +221,20 @@ class Private(SavedRun):
         return self._source.vector(self.steps_taken, number, like)
 
     def _observe(self, norms: Tensor) -> None:
-        """Add up the policy's statistic over the parts of the batch."""
+        """Add the policy's statistic of a micro-batch to that of the batch."""
         observed = self._phase.clipping.policy.observe(self._policy_state, norms)
         if observed is None:
             return
         self._statistic = observed if self._statistic is None else self._statistic + observed
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Turn the clipped sum into the private gradient that the optimizer reads. If that fails the batch is gone."""
+        """Set p.grad to the private gradients for the optimizer. If that fails, the batch is discarded."""
         if self._batch is None and within_own_step(optimizer):
             return None
         step = self.steps_taken
         with self._ranks.together(f"step {step + 1}"):
-            self.steps_left()
+            if step >= self.plan.steps and not self._allow_overspend:
+                raise refusals.budget_spent(self.plan.steps, self.spent())
             arguments = self._guard.before_step(args, kwargs)
             self._guard.refuse_step(self._engine.seen, None if self._batch is None else self._batch.records)
             if not self._engine.intact():
@@ -247,12 +247,12 @@ class Private(SavedRun):
         return arguments
 
     def _release(self, step: int) -> None:
-        """Add up over the ranks, add noise, record the event, then show the result."""
+        """Add up the ranks' sums, add noise, record the event, and only then set p.grad."""
         if self._noise is None or self.plan.thresholds_change:
             self._noise = self.plan.event(step), self._stddevs(step)
         event, stddevs = self._noise
         if self._statistic is None and self._phase.statistic_multiplier is not None:
-            device = next(iter(self._engine.parameters.values())).device  # that of the other ranks' statistic
+            device = next(iter(self._engine.parameters.values())).device  # the device of the other ranks' statistic
             self._observe(torch.zeros(len(self.plan.groups), 0, device=device))
         sums, statistic = self._engine.complete(), self._statistic
         if self._ranks.size > 1:
@@ -271,14 +271,14 @@ class Private(SavedRun):
         self._source.forget_steps(step + 1)
 
     def _stddevs(self, step: int) -> list[float]:
-        """Standard deviation of the noise on each parameter's sum over the expected batch, at the present thresholds."""
-        by_group = (self.plan.stddevs(step, self._thresholds).flatten() / self.plan.expected_batch).tolist()
+        """Standard deviation of the noise on each parameter's sum, at the present thresholds."""
+        by_group = self.plan.stddevs(step, self._thresholds).flatten().tolist()
         return [by_group[self.plan.groups.group_of[name]] for name in self._engine.parameters]
 
     def _noised_gradients(self, step: int, sums: Mapping[str, Tensor], stddevs: list[float]) -> dict[str, Tensor]:
-        """The clipped sum over the expected batch with noise, for each parameter: tensors of their own, every time."""
-        parameters = self._engine.parameters
-        released = self._source.release("gradient", step, list(sums.values()), stddevs)
+        """The private gradients: (clipped sum + noise) / expected batch, in fresh tensors."""
+        parameters, batch = self._engine.parameters, self.plan.expected_batch
+        released = self._source.release("gradient", step, list(sums.values()), stddevs, batch)
         return {name: noised.to(p.dtype) for (name, p), noised in zip(parameters.items(), released, strict=True)}
 
     def _noised_statistic(self, step: int, statistic: Tensor | None) -> Tensor | None:
@@ -289,7 +289,7 @@ class Private(SavedRun):
         return noised
 
     def _record(self, event: StepEvent, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> None:
-        """Write the step down, on disk if there is a ledger file. A repeated step must be the one written there."""
+        """Record the step, on disk if there is a ledger file. A repeated step must equal the one recorded there."""
         if self._journal or self._ranks.size > 1:
             released = fingerprint([*gradients.values(), *([] if statistic is None else [statistic])])
             if self._ranks.size > 1:

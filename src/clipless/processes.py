@@ -1,5 +1,5 @@
-"""A private run belongs to the processes that began it. A copy of one would add the same noise to another gradient, and the
-noise could be subtracted; processes that train side by side, unknown to each other, would each report the epsilon of one
+"""A private run belongs to the processes that started it. A copy would add the same noise to another gradient, and the
+noise could be subtracted; processes that train in parallel without being joined would each report the epsilon of one
 run."""
 
 import os
@@ -12,8 +12,8 @@ _TORCH = "torch.distributed"
 
 
 def refuse_other_processes(group: object, owner: int) -> None:
-    """Refuse to train in another process than the owner, or, unless `group` is False, beside others: those that
-    torch.distributed knows, or, before it is initialised, those that torchrun has announced."""
+    """Refuse to train in a process other than the owner, or, unless `group` is False, in parallel with other processes:
+    those of torch.distributed, or, before it is initialised, those that torchrun has announced."""
     if os.getpid() != owner:
         raise Misuse(
             "this process was forked after make_private, and both would draw the same noise: call make_private in the "

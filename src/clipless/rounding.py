@@ -1,4 +1,4 @@
-"""Numbers of privacy budgets for people: never rounded down."""
+"""Privacy budgets as text, never rounded down."""
 
 import math
 from decimal import ROUND_CEILING, Decimal

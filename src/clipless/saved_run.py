@@ -1,4 +1,4 @@
-"""The state of a private run, in memory and on disk: what changes from step to step, how it is saved and gone on from."""
+"""The state of a private run, in memory and on disk: what changes from step to step, how it is saved and resumed."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from clipless.errors import Misuse, RankFailed
 from clipless.noise import NoiseSource
 from clipless.phases import Phase
 from clipless.plan import PrivacyPlan
-from clipless.runs.checkpoint import capture, random_states, read_checkpoint
+from clipless.runs.checkpoint import checkpoint_of, random_states, read_checkpoint
 from clipless.runs.followed import FollowedJournal
 from clipless.runs.journal import Journal
 from clipless.sampling.loader import Batch, PrivateLoader
@@ -22,15 +22,15 @@ from clipless.thresholds.policy import State
 
 
 class Removable(Protocol):
-    """What was put on the model or the optimizer and can be taken off again."""
+    """Something registered on the model or the optimizer that can be removed."""
 
     def remove(self) -> None: ...
 
 
 class SavedRun(refusals.Whole):
-    """A run as far as it is saved: the ledger, the policy's state, the keys of the noise, the number of draws.
+    """The part of a run that is saved: the ledger, the policy's state, the keys of the noise, the number of draws.
 
-    `_noise` keeps the event and the standard deviations of a step as long as the thresholds stay; `_handles` is empty
+    `_noise` caches the event and the standard deviations of a step until the policy's state changes; `_handles` is empty
     before the run is attached and after it is detached.
     """
 
@@ -85,9 +85,9 @@ class SavedRun(refusals.Whole):
 
     @property
     def ledger_file(self) -> dict[str, Any] | None:
-        """Which ledger file this is (`run`), how many events it has (`position`), and its last hash (`head`): keep it
-        elsewhere, and a ledger that was cut or written anew can be told from the true one. None without a file, and on every
-        rank but the first, which alone writes it."""
+        """The id of the ledger file (`run`), its number of events (`position`), and its last hash (`head`). Kept elsewhere,
+        it shows whether a ledger was cut or rewritten. None without a file, and on every rank but the first, which writes
+        it."""
         return self._journal.place() if self._journal else None
 
     @property
@@ -102,7 +102,7 @@ class SavedRun(refusals.Whole):
     def save_to(self, path: str | Path) -> None:
         """From now on write every event to this ledger file, which must not exist yet, before its result can be seen.
 
-        Steps already taken are written first. `clipless report` reads the file; docs/ledger.md tells what it promises.
+        Steps already taken are written first. `clipless report` reads the file; docs/ledger.md says what it guarantees.
         """
         made: Journal | FollowedJournal | None = None
         try:
@@ -122,7 +122,7 @@ class SavedRun(refusals.Whole):
         return Journal.create(path, plan.delta, plan.accountant, plan.planned(), plan.to_dict(), self.ledger)
 
     def save_checkpoint(self, path: str | Path, extra: Any = None) -> None:
-        """Write weights, optimizer, random states, `extra` and the run's state to one file, in one move.
+        """Write weights, optimizer, random states, `extra` and the run's state to one file, atomically.
 
         `extra` may hold tensors and plain values, such as a scheduler's state_dict(). The file holds the key of all later
         noise: keep it as secret as the data, and remove it when the run has ended. Needs a ledger on disk (`save_to`),
@@ -137,15 +137,15 @@ class SavedRun(refusals.Whole):
         _, *others = self._ranks.gathered(random_states())
         with self._ranks.together("save_checkpoint"):
             if isinstance(self._journal, Journal):
-                saved = capture(Path(path), self._journal, self._model, self._optimizer, state, extra, others)
+                saved = checkpoint_of(Path(path), self._journal, self._model, self._optimizer, state, extra, others)
                 saved.write(Path(path))
 
     def load_checkpoint(self, path: str | Path, *, ledger: str | Path | None = None, reseed: bool = False) -> Any:
-        """Go on from a checkpoint, in a fresh `make_private` with the same arguments, and return its `extra`.
+        """Resume from a checkpoint, in a fresh `make_private` with the same arguments. Returns the checkpoint's `extra`.
 
-        The ledger is taken from where it lay beside the checkpoint, or from `ledger`. Steps that were taken after the
+        The ledger is expected where it was relative to the checkpoint, or at `ledger`. Steps that were taken after the
         checkpoint are repeated at no cost, and each must release what it released before. With `reseed` they stay counted
-        and the run goes on with new noise, ending that much earlier.
+        instead, and the run continues with new noise and ends that much earlier.
         If anything is refused, nothing has been changed.
         """
         ranks, journal, found = self._ranks, None, None
@@ -175,7 +175,7 @@ class SavedRun(refusals.Whole):
         return saved.extra
 
     def state_dict(self) -> dict[str, Any]:
-        """What the run needs to go on later. It holds the key of all later noise: keep it as secret as the data."""
+        """The state to resume the run from. It holds the key of all later noise: keep it as secret as the data."""
         if self._batch is not None:
             raise Misuse("state_dict() in the middle of a batch: save after optimizer.step().")
         return {
@@ -189,10 +189,10 @@ class SavedRun(refusals.Whole):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, with weights and optimizer restored by the caller. The plan must be the same.
+        """Resume from a saved state; the caller restores weights and optimizer. The plan must be the same.
 
-        Never go on twice from one state: the same noise would hide two different gradients. `load_checkpoint` sees to
-        that, with a ledger on disk.
+        Never resume twice from one state: the same noise would be added to two different gradients. `load_checkpoint`
+        prevents that by the ledger on disk.
         """
         refusals.refuse_begun(self._batch, self.ledger.steps, self._journal)
         refusals.refuse_other_plan(state, self.plan.to_dict())

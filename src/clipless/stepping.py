@@ -24,7 +24,7 @@ _CLIP_GRAD = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"}
 
 
 class Drawn(Protocol):
-    """How a batch is drawn, or planned to be."""
+    """How a batch is drawn, or is planned to be drawn."""
 
     @property
     def sampling(self) -> str: ...
@@ -34,7 +34,7 @@ class Drawn(Protocol):
 
 
 class Guard:
-    """Stands before each batch and each step of one optimizer, in the process that it was made in."""
+    """The checks before each batch and each step of one optimizer, in the process that created it."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, group: object) -> None:
         self._model, self._optimizer, self._group, self._owner = model, optimizer, group, os.getpid()
@@ -46,8 +46,8 @@ class Guard:
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> "Guard":
         """Refuse other optimizers for these parameters, and drop the gradients of earlier training, which are not private.
 
-        The optimizer gets torch's own mark of one that handles scaling itself, as fused ones have it, so that GradScaler
-        calls `step()`, which refuses it; without the mark GradScaler fails earlier, because there are no gradients.
+        The optimizer is marked, like torch's fused ones, as handling gradient scaling itself, so that GradScaler calls
+        `step()`, which refuses it. Without the mark GradScaler would fail earlier, because there are no gradients.
         """
         everywhere = register_optimizer_step_pre_hook(refuse_other_optimizers(weakref.ref(self._optimizer), parameters))
         self._unhook = weakref.finalize(self, everywhere.remove)
@@ -80,7 +80,7 @@ class Guard:
             self._habits.look_for_earlier_steps(self._optimizer)
 
     def before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Refuse a step in another process or under a gradient scaler; otherwise call its closure, if it has one."""
+        """Refuse a step in another process or under a gradient scaler; otherwise call the closure, if there is one."""
         if os.getpid() != self._owner or _initialized():
             refuse_other_processes(self._group, self._owner)
         attributes = vars(self._optimizer)
@@ -90,8 +90,8 @@ class Guard:
         return call_closure(self._optimizer, args, kwargs) if kwargs or len(args) > 1 else None
 
     def refuse_step(self, seen: int, records: int | None) -> None:
-        """Refuse a step without a batch (`records` is None), one on a batch of which only `seen` records were in
-        backward(), and trainable parameters that are not private."""
+        """Refuse a step without a batch (`records` is None), a step before all records have gone through backward() (only
+        `seen` have), and trainable parameters that are not private."""
         if records is None:
             raise Misuse("step() without a batch: take one from private.loader, backward() its loss, then step() once.")
         if seen != records:
@@ -114,7 +114,7 @@ def _initialized() -> bool:
 
 
 def unstepped(seen: int) -> Misuse:
-    """The refusal of a new batch while the last one waits for its step, after `seen` of its records were in backward()."""
+    """The error for a new batch before the last one was stepped; `seen` of its records have gone through backward()."""
     if seen:
         return Misuse(
             "a new batch was asked for before step(): gradients do not accumulate over logical batches. Call "
@@ -130,7 +130,7 @@ def unstepped(seen: int) -> Misuse:
 
 
 def clear_gradients(optimizer: Optimizer, but: Collection[nn.Parameter] = ()) -> None:
-    """Set the gradient of all the optimizer's parameters to None, except of those in `but`: it may not be private."""
+    """Set the gradients of all the optimizer's parameters but those in `but` to None: they may not be private."""
     kept = set(map(id, but))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -139,7 +139,7 @@ def clear_gradients(optimizer: Optimizer, but: Collection[nn.Parameter] = ()) ->
 
 
 def refuse_scaler(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
-    """Refuse a step under a gradient scaler, and remove what the scaler has put on the optimizer for it."""
+    """Refuse a step under a gradient scaler, and remove the attributes that the scaler has set on the optimizer."""
     marks = [vars(optimizer).pop(name, None) for name in _SCALER_MARKS]
     if "grad_scaler" in kwargs or any(mark is not None for mark in marks):
         raise Misuse(
@@ -151,7 +151,7 @@ def refuse_scaler(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
 def refuse_other_optimizers(
     own: "weakref.ref[Optimizer]", private: Mapping[str, nn.Parameter]
 ) -> Callable[[Optimizer, Any, Any], None]:
-    """A hook on every optimizer: one that steps these parameters in place of the private one is refused."""
+    """Register a hook on all optimizers that refuses a step of these parameters by any but the private one."""
 
     def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is own():
@@ -174,10 +174,10 @@ class Habits:
         self._told: set[str] = set()
 
     def look_for_clip_grad(self) -> None:
-        """Gradients are clipped record by record, and before step() there are none to clip.
+        """Warn of `clip_grad_norm_`: gradients are clipped per record, and before step() there are none to clip.
 
-        torch does not tell that `clip_grad_norm_` was called, so the functions that ask for a batch or a step are searched
-        for its name; a call in a helper function is not found.
+        A call cannot be observed, so the functions that request a batch or a step are searched for the name; a call in a
+        helper function is not found.
         """
         nearest, frame = True, _first_outside(sys._getframe(1))
         while frame is not None:
@@ -186,7 +186,7 @@ class Habits:
                 return
             self._read.add(id(code))
             found = _CLIP_GRAD.intersection(code.co_names + code.co_varnames + code.co_freevars)
-            if found and (nearest or code.co_name != "<module>"):  # a module further out names what it imports
+            if found and (nearest or code.co_name != "<module>"):  # an outer module may only import it
                 self._tell(
                     "clip_grad",
                     f"{min(found)} has no effect before step(): p.grad is None until step() has clipped each record's "
@@ -195,7 +195,7 @@ class Habits:
             nearest, frame = False, _first_outside(frame.f_back)
 
     def look_for_earlier_steps(self, optimizer: Optimizer) -> None:
-        """A new ledger begins at 0, whatever the weights have seen."""
+        """Warn of an optimizer that has been used: a new ledger begins at 0."""
         if any(map(_used, optimizer.state.values())):
             self._tell(
                 "earlier",
@@ -214,7 +214,7 @@ class Habits:
 
 
 def _used(state: dict[str, Any]) -> bool:
-    """Whether a parameter's state is that of steps taken: some optimizers make one before the first."""
+    """Whether a parameter's state shows that a step was taken: some optimizers create it before the first."""
     return bool(state) and not ("step" in state and float(state["step"]) == 0)
 
 

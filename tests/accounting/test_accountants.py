@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from accounting.dp_events import dp_event
 from clipless import arguments
-from clipless.accounting import ACCOUNTANTS, StepEvent, epsilon, pld
+from clipless.accounting import ACCOUNTANTS, StepEvent, epsilon, pld, rdp
 from clipless.accounting.accountants import Accountant
 from clipless.accounting.composition import Total, epsilon_at
 from clipless.accounting.pld import MAX_POINTS, _direction
@@ -311,6 +311,12 @@ def test_pld_is_tight_at_tiny_rates(problem):
     noise, rate, steps, delta = problem
     finer, _ = _direction((Release(rate, noise, steps),), delta, removing=True, points=8 * MAX_POINTS)
     assert epsilon(*problem) <= (1.01 if steps < 5_000_000 else 1.045) * finer
+
+
+def test_a_series_that_does_not_converge_is_charged_as_a_full_batch(monkeypatch):
+    full = rdp.rdp_epsilon((Release(1.0, 1.2, 10),), 1e-5)
+    monkeypatch.setattr(rdp, "divergence", lambda q, z, order: math.nan)
+    assert rdp.rdp_epsilon((Release(0.01, 1.2, 10),), 1e-5) == pytest.approx(full, rel=1e-6)
 
 
 def test_what_is_not_a_number_is_not_an_epsilon_of_0():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from accounting.dp_events import dp_event
 from clipless.accounting import StepEvent, epsilon, gradient_multiplier, joint_multiplier
+from clipless.accounting.accountants import accountant_named
 from clipless.errors import InvalidArgument, InvalidType
 
 ratios = st.floats(min_value=1e-6, max_value=1e6)
@@ -28,6 +29,12 @@ def test_gradient_multiplier_undoes_joint_multiplier(total, ratio):
     statistic = total * ratio
     together = joint_multiplier(gradient_multiplier(total, statistic), statistic)
     assert total <= together == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize(("total", "statistic"), [(6.41, 10.96), (5.0, 41.19), (0.95, 3.2), (16.8, 50.84)])
+def test_a_gradient_multiplier_is_rounded_up(total, statistic):
+    """For these the rounding of the formula alone would leave it too small by its last digit."""
+    assert joint_multiplier(gradient_multiplier(total, statistic), statistic) >= total
 
 
 @pytest.mark.parametrize("statistic", [1.0, 1.1])
@@ -103,3 +110,4 @@ def test_a_statistic_is_charged():
     with_statistic = StepEvent(0.01, 2.0, (4.0,))
     costs = [epsilon(e.noise_multiplier, e.sample_rate, 500, 1e-5) for e in (plain, with_statistic)]
     assert costs[1] > 1.05 * costs[0]
+    assert [accountant_named("pld").epsilon([(e, 500)], 1e-5) for e in (plain, with_statistic)] == costs

@@ -382,7 +382,17 @@ def test_a_stored_result_is_shown_and_drawn_again(tmp_path: Path) -> None:
     path = stored(made_up(), tmp_path)
     done = CliRunner().invoke(app, ["bench", "--from", str(path), "--readme", str(page)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    for text in ("1.20", "9.00", "unsupported", "tied", "stopped after 1 rounds", "2 of 2", "2.00", "Some CPU"):
+    for text in (
+        "Peak memory",
+        "1.20",
+        "9.00",
+        "unsupported",
+        "tied",
+        "stopped after 1 rounds",
+        "2 of 2",
+        "2.00",
+        "Some CPU",
+    ):
         assert text in done.stdout
     assert "x1.20" in page.read_text()
     svg = (tmp_path / "bench.svg").read_text()
@@ -428,15 +438,24 @@ def test_quick_run_from_end_to_end(tmp_path: Path) -> None:
     assert str(tmp_path) not in done.stdout
 
 
-def test_quick_run_with_memory_shows_a_table(tmp_path: Path) -> None:
+def test_quick_run_with_memory_shows_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With figures made up: that they are measured in processes of their own is tested above."""
+    measured: list[str] = []
+
+    def measure(problem: str, way: str, **how: object) -> Memory:
+        measured.append(way)
+        return Memory(100.0, 110.0, 200.0 + 100.0 * len(measured), True)
+
+    monkeypatch.setattr(memory, "measure", measure)
     options = ["--quick", "--models", "mlp", "--clippings", "auto-s", "--no-opacus", "--threads", "1"]
     done = CliRunner().invoke(
         app, ["bench", *options, "--scaling", "none", "--out", str(tmp_path)], catch_exceptions=False
     )
     assert done.exit_code == 0, done.output
     assert "Peak memory" in done.stdout
+    assert measured == [PLAIN, "auto-s"]
     found = results.load(tmp_path / machine.slug(machine.facts()) / "bench.json").models["mlp"]
-    assert found.ways["auto-s"].figures(found.plain)["peak_over_plain"] > 0
+    assert found.ways["auto-s"].figures(found.plain)["peak_over_plain"] == pytest.approx(4 / 3)
 
 
 @pytest.mark.parametrize(

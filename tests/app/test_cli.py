@@ -18,6 +18,7 @@ from clipless.app.cli import COMMANDS, app, main
 from clipless.app.data import load
 from clipless.app.training import TrainingSettings, train
 from clipless.app.training.saving import Saving
+from commanding import run_main
 
 QUICK = ["train", "--model", "linear", "--epochs", "2", "--batch-size", "256"]
 RUN = ["--dataset-size", "60000", "--batch-size", "600", "--epochs", "10", "--delta", "1e-5"]
@@ -36,8 +37,8 @@ def in_process(*arguments: str) -> str:
     return result.stdout
 
 
-def test_train_writes_a_run_and_says_where(tmp_path: Path) -> None:
-    done = clipless_process(*QUICK, cwd=tmp_path)
+def test_train_writes_a_run_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_main(QUICK, tmp_path, capsys)
     assert done.returncode == 0, done.stderr
     assert "test accuracy" in done.stdout
     assert "runs/digits-linear-auto-s/run.json" in done.stdout
@@ -61,8 +62,8 @@ def test_train_json_is_all_of_stdout(tmp_path: Path) -> None:
     assert (tmp_path / record["model"]).is_file()
 
 
-def test_refusal_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
-    done = clipless_process("train", "--model", "liner", cwd=tmp_path)
+def test_refusal_is_one_message_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_main(["train", "--model", "liner"], tmp_path, capsys)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("Error: unknown model 'liner': did you mean 'linear'?")
@@ -136,14 +137,16 @@ def test_same_seed_same_run(tmp_path: Path) -> None:
     assert any("seed" in note for note in first["notes"])
 
 
-def test_train_takes_a_table_and_a_model_of_the_current_folder(tmp_path: Path) -> None:
+def test_train_takes_a_table_and_a_model_of_the_current_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = "\n".join(f"{i % 2},{(i % 2) * 2 - 1},{i % 2}" for i in range(60))
     (tmp_path / "table.csv").write_text(f"a,b,class\n{rows}\n")
     (tmp_path / "mine.py").write_text(
         "from torch import nn\ndef make(shape, classes): return nn.Linear(*shape, classes)\n"
     )
     options = ["--data", "table.csv", "--model", "mine:make", "--batch-size", "16", "--epochs", "1", "--json"]
-    done = clipless_process("train", *options, cwd=tmp_path)
+    done = run_main(["train", *options], tmp_path, capsys)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["metrics"]["parameters"] == 6
     assert (tmp_path / "runs" / "table-mine.make-auto-s" / "run.json").is_file()
@@ -316,7 +319,10 @@ def test_a_torn_last_line_is_shown_with_one_step_more_and_exit_code_3(
     assert found.get("ledger", found)["torn"] is True
     assert "torn" in output.err
     assert exit_code(monkeypatch, *command, str(run)) == 3
-    assert "torn" in capsys.readouterr().err
+    output = capsys.readouterr()
+    assert "torn" in output.err
+    assert "torn: counted as one step more" in output.out
+    assert "whole" not in output.out
 
 
 @pytest.mark.parametrize("command", [["report"], ["budget", "--ledger"]], ids=" ".join)

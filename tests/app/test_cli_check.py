@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import clipless
 from clipless.app.cli import app
+from commanding import run_main
 
 ENVIRONMENT = os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
 FACTORIES = """
@@ -41,16 +42,16 @@ def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
-def test_a_sound_model_exits_0(folder: Path) -> None:
-    done = check(folder, "--model", "mine:plain", "--data", "digits", "--clipping", "abadi")
+def test_a_sound_model_exits_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_main(["check", "--model", "mine:plain", "--data", "digits", "--clipping", "abadi"], folder, capsys)
     assert (done.returncode, done.stderr) == (0, "")
     assert "1.weight   10x64  linear" in done.stdout
     assert "oracle agreement   holds" in done.stdout
     assert done.stdout.endswith("sound\n")
 
 
-def test_an_unsound_model_exits_1_with_the_remedy(folder: Path) -> None:
-    done = check(folder, "--model", "mine:normalised")
+def test_an_unsound_model_exits_1_with_the_remedy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_main(["check", "--model", "mine:normalised"], folder, capsys)
     assert (done.returncode, done.stderr) == (1, "")
     assert "BatchNorm1d '2' mixes records" in done.stdout
     assert "clipless.replace_batchnorm(model)" in done.stdout
@@ -65,8 +66,8 @@ def test_json_is_all_of_stdout(folder: Path) -> None:
     assert record["parameters"][0] == {"parameter": "1.weight", "shape": [8, 64], "how": "linear"}
 
 
-def test_a_model_that_does_not_fit_the_data_exits_2(folder: Path) -> None:
-    done = check(folder, "--model", "mine:misfit")
+def test_a_model_that_does_not_fit_the_data_exits_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_main(["check", "--model", "mine:misfit"], folder, capsys)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("Error: the model 'mine:misfit' cannot be trained on digits")
     assert "records of shape (1, 8, 8) to 10 logits" in done.stderr

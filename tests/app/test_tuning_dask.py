@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import dask
@@ -43,44 +42,48 @@ def always_dies(shape, classes):
 """
 
 
-@pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A module of models for this process; the environment in which workers find it too."""
-    (tmp_path / "fragile.py").write_text(MODELS)
-    monkeypatch.syspath_prepend(tmp_path)
-    flag = {"FLAG": str(tmp_path / "killed")}
-    monkeypatch.setenv("FLAG", flag["FLAG"])
-    return {"WORKER": "1", "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", **flag}
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where this process finds a module of models, and workers too."""
+    found = tmp_path_factory.mktemp("models")
+    (found / "fragile.py").write_text(MODELS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(found)
+        patch.setenv("FLAG", str(found / "killed"))
+        yield found
 
 
-@contextmanager
-def cluster(folder: Path, environment: dict[str, str], workers: int, allowed_failures: int) -> Iterator[str]:
-    """The address of a cluster whose workers are processes of their own, which a nanny starts again when they die."""
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[str]:
+    """The address of a cluster whose workers are processes of their own, which a nanny starts again when they die. A run
+    that has killed two is given up."""
+    told = {"WORKER": "1", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "FLAG": str(folder / "killed")}
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": allowed_failures}),
+        dask.config.set({"distributed.scheduler.allowed-failures": 1}),
         distributed.LocalCluster(
-            n_workers=workers,
+            n_workers=2,
             threads_per_worker=1,
             processes=True,
             dashboard_address=None,
             local_directory=str(folder / "dask"),
-            env=environment,
+            env=told,
             silence_logs=50,
         ) as running,
     ):
         yield running.scheduler_address
 
 
-def test_a_worker_killed_during_the_work_changes_nothing_but_the_time(models: dict[str, str], tmp_path: Path) -> None:
+def test_a_worker_killed_during_the_work_changes_nothing_but_the_time(
+    folder: Path, cluster: str, tmp_path: Path
+) -> None:
     shared = TrainingSettings(model="fragile:dies_while_training", epochs=1, batch_size=256)
     candidates = Grid({"lr": [0.01, 0.5]}).candidates(shared)
     search = plan_search(load("digits"), candidates, epsilon=8.0, method="papernot-steinke")
     seed = next(seed for seed in range(100) if len(_drawn(search, seed, "digits")) == 4)
     undisturbed = tune(search, seed=seed)
-    assert not (tmp_path / "killed").exists()
-    with cluster(tmp_path, models, workers=2, allowed_failures=3) as address:
-        disturbed = tune(search, DaskCluster(address), source="digits", seed=seed, out=tmp_path / "out")
-    assert (tmp_path / "killed").read_text() != str(os.getpid())
+    assert not (folder / "killed").exists()
+    disturbed = tune(search, DaskCluster(cluster), source="digits", seed=seed, out=tmp_path / "out")
+    assert (folder / "killed").read_text() != str(os.getpid())
     assert disturbed.chosen == undisturbed.chosen
     assert disturbed.result.accuracies == undisturbed.result.accuracies
     before, after = undisturbed.result.model.state_dict(), disturbed.result.model.state_dict()
@@ -88,14 +91,11 @@ def test_a_worker_killed_during_the_work_changes_nothing_but_the_time(models: di
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"ledger.jsonl", "model.pt", "run.json"}
 
 
-def test_a_run_that_kills_every_worker_is_the_worst_and_the_others_go_on(
-    models: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_run_that_kills_every_worker_is_the_worst_and_the_others_go_on(cluster: str) -> None:
     shared = TrainingSettings(model="linear", epochs=1, batch_size=256)
     candidates = Grid({"model": ["fragile:always_dies", "linear"]}).candidates(shared)
     search = plan_search(load("digits"), candidates, epsilon=8.0, method="grid")
-    with cluster(tmp_path, models, workers=1, allowed_failures=0) as address:
-        tuned = tune(search, DaskCluster(address), source="digits", seed=1)
+    tuned = tune(search, DaskCluster(cluster), source="digits", seed=1)
     assert tuned.scores is not None
     assert tuned.scores[0] == -math.inf
     assert tuned.chosen == 1

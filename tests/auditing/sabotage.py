@@ -26,10 +26,12 @@ def scaled_noise(patch: pytest.MonkeyPatch, factor: Callable[[int], float], *, s
 
 
 def _scaled(release: Callable[..., list[Tensor]], factor: Callable[[int], float], stream: str) -> Any:
-    def broken(self: Any, name: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> list[Tensor]:
+    def broken(
+        self: Any, name: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float], *divisor: float
+    ) -> list[Tensor]:
         if name == stream:
             stddevs = [stddev * factor(number) for number, stddev in enumerate(stddevs)]
-        return release(self, name, step, values, stddevs)
+        return release(self, name, step, values, stddevs, *divisor)
 
     return broken
 
@@ -149,11 +151,16 @@ def correlated_coordinates(patch: pytest.MonkeyPatch) -> None:
     release = NoiseSource.release
 
     def broken(
-        self: NoiseSource, name: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]
+        self: NoiseSource,
+        name: str,
+        step: int,
+        values: Sequence[Tensor],
+        stddevs: Sequence[float],
+        divisor: float = 1.0,
     ) -> list[Tensor]:
         if name != "gradient":
-            return release(self, name, step, values, stddevs)
-        (noise,) = release(self, name, step, [torch.zeros_like(values[0])], stddevs[:1])
-        return [value + noise for value in values]
+            return release(self, name, step, values, stddevs, divisor)
+        (noise,) = release(self, name, step, [torch.zeros_like(values[0])], stddevs[:1], divisor)
+        return [value / divisor + noise for value in values]
 
     patch.setattr(NoiseSource, "release", broken)

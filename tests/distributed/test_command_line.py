@@ -10,13 +10,27 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from clipless import read_ledger
 from clipless.app.data import load
 from clipless.app.training import TrainingSettings, train
 
-TRAIN = ["-m", "clipless", "train", "--epochs", "10", "--seed", "3", "--accountant", "gdp", "--json"]
+TRAIN = ["-m", "clipless", "train", "--model", "slow_ranks:make", "--epochs", "6", "--seed", "3", "--accountant", "gdp"]
+# So slow, while there is a file "slow", that the ranks are still at work when they are killed, however long that takes.
+MODEL = """
+import os, time
+from torch import nn
+
+class Slow(nn.Flatten):
+    def forward(self, x):
+        time.sleep(0.1 * os.path.exists("slow"))
+        return super().forward(x)
+
+def make(shape, classes):
+    return nn.Sequential(Slow(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, classes))
+"""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -32,6 +46,7 @@ def ranks(out: Path) -> list["subprocess.Popen[bytes]"]:
     return [
         subprocess.Popen(
             [sys.executable, *TRAIN, "--out", str(out)],
+            cwd=out.parent,
             env=ENVIRONMENT | where | {"RANK": str(rank), "WORLD_SIZE": "2"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -44,7 +59,11 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_a_run_whose_ranks_were_all_killed_is_resumed_by_torchrun(tmp_path: Path) -> None:
+def test_a_run_whose_ranks_were_all_killed_is_resumed_by_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_ranks.py").write_text(MODEL)
+    (tmp_path / "slow").touch()
     out, started = tmp_path / "run", ranks(tmp_path / "run")
     try:
         deadline = time.monotonic() + 120
@@ -55,10 +74,12 @@ def test_a_run_whose_ranks_were_all_killed_is_resumed_by_torchrun(tmp_path: Path
             process.send_signal(signal.SIGKILL)
     assert [process.wait() for process in started] == [-9, -9]
     recorded = read_ledger(out / "ledger.jsonl", torn=True).recorded().steps
-    assert 14 <= recorded < 60
+    assert 14 <= recorded < 36
+    (tmp_path / "slow").unlink()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*torchrun, *TRAIN, "--out", str(out), "--resume"],
+        [*torchrun, *TRAIN, "--out", str(out), "--resume", "--json"],
+        cwd=tmp_path,
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -67,7 +88,8 @@ def test_a_run_whose_ranks_were_all_killed_is_resumed_by_torchrun(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr[-4000:]
     said: dict[str, Any] = json.loads(done.stdout)
-    settings = TrainingSettings(epochs=10, seed=3, accountant="gdp")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = TrainingSettings(model="slow_ranks:make", epochs=6, seed=3, accountant="gdp")
     alone = train(load("digits"), settings)
     assert said["metrics"]["steps"] == alone.steps == read_ledger(out / "ledger.jsonl").recorded().steps
     assert said["metrics"]["epsilon"] == alone.epsilon

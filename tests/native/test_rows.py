@@ -40,6 +40,14 @@ def test_lengths(widths: list[int], records: int, seed: int) -> None:
     torch.testing.assert_close(squared_lengths(tensors), exact, rtol=2e-6, atol=0)
 
 
+@pytest.mark.parametrize("size", [1e-36, 1e-20, 1e-15, 1e15])
+def test_lengths_of_tiny_and_of_huge_numbers_lose_nothing(size: float) -> None:
+    """Where squares underflow in float32: beside a huge gradient such an input has a norm that counts."""
+    tensor = numbers(3, 200).mul_(size)
+    exact = tensor.double().square().sum(1, keepdim=True).mT
+    torch.testing.assert_close(squared_lengths([tensor]), exact, rtol=2e-6, atol=0)
+
+
 @given(WIDTHS, st.integers(0, 9), st.integers(0, 1), st.integers(0, 10**6))
 def test_sums(widths: list[int], records: int, beta: int, seed: int) -> None:
     tensors = [numbers(records, width, seed=seed + k) for k, width in enumerate(widths)]

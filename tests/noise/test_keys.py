@@ -27,7 +27,9 @@ import clipless
 from clipless import InvalidArgument, Misuse, Private
 from clipless.app.training import TrainingSettings, save_run, train
 from clipless.app.training.saving import Saving
+from clipless.noise import NoiseSource
 from clipless.noise.keys import STREAMS, Chain, ForwardKeys, SeededKeys, keys_of
+from clipless.sampling.loader import PoissonSampler
 from killing import blobs
 
 
@@ -135,7 +137,7 @@ if not child:
     os._exit(2)
 _, status = os.waitpid(child, 0)
 after = [source.release("gradient", 0, [torch.zeros(9)], [1.0])[0] for source in sources]
-sys.exit(status or not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+sys.exit(os.waitstatus_to_exitcode(status) or not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
 """
 
 
@@ -143,6 +145,27 @@ def test_a_forked_child_has_no_keys() -> None:
     """A DataLoader's worker lives as long as an epoch: it must not keep the key that its parent has overwritten."""
     run = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
+
+
+class Watched(SeededKeys):
+    """Keeps what it hands out."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.handed_out: list[bytearray] = []
+
+    def key(self, stream: str, place: int) -> bytearray:
+        self.handed_out.append(super().key(stream, place))
+        return self.handed_out[-1]
+
+
+def test_whoever_has_used_a_key_erases_it() -> None:
+    keys = Watched()
+    source = NoiseSource("watched", keys)
+    source.release("gradient", 0, [torch.zeros(9), torch.zeros(9, dtype=torch.float64)], [1.0, 2.0])
+    source.release("statistic", 0, [torch.zeros(9)], [1.0])
+    assert len(PoissonSampler(source, 1000, 0.1).indices(0)) > 0
+    assert keys.handed_out == [bytearray(32)] * 3
 
 
 # A run.

@@ -122,7 +122,11 @@ class Sample(NamedTuple):
     rows: Tensor
 
 
-@pytest.fixture(scope="module", params=[name for name in SETTINGS if name not in ("flat, auto-s", "shared out")])
+# Thresholds of any partition come to the same noise on all coordinates: one such partition is enough.
+SAMPLED = [name for name in SETTINGS if name in ("flat", "per-layer") or name.endswith("equal budget")]
+
+
+@pytest.fixture(scope="module", params=SAMPLED)
 def sample(request: pytest.FixtureRequest) -> Sample:
     setting = SETTINGS[request.param]
     rows, gradients = released(DRAWS, clipping=setting.clipping)
@@ -149,7 +153,7 @@ def test_noise_has_mean_zero(sample: Sample) -> None:
 
 def test_noise_is_gaussian(sample: Sample) -> None:
     """Kolmogorov-Smirnov over 50,000 numbers, at one in a million. What the grid has rounded off is put back at random."""
-    steps = torch.tensor([grid(stddev) for stddev in sample.expected.tolist()])
+    steps = torch.tensor([grid(stddev * BATCH) / BATCH for stddev in sample.expected.tolist()])
     spread = (torch.rand(sample.values.shape, generator=torch.Generator().manual_seed(0)) - 0.5) * steps
     assert stats.kstest(((sample.values + spread) / sample.expected).flatten().numpy(), "norm").pvalue > 1e-6
 

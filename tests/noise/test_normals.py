@@ -82,9 +82,9 @@ def test_a_release_is_the_same_with_and_without_the_library(
 ) -> None:
     sums = [torch.randn(300, 999), torch.zeros(()), torch.randn(5, dtype=other), torch.randn(7).bfloat16()]
     stddevs = [0.5, 1.0, 2.0, 3.0]
-    with_it = noise_source("seeded", 5).release("gradient", 1, sums, stddevs)
+    with_it = noise_source("seeded", 5).release("gradient", 1, sums, stddevs, 7.0)
     monkeypatch.setattr(source, "compiled", lambda: None)
-    without = noise_source("seeded", 5).release("gradient", 1, sums, stddevs)
+    without = noise_source("seeded", 5).release("gradient", 1, sums, stddevs, 7.0)
     assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
     assert [value.dtype for value in with_it] == [torch.float32, torch.float32, other, torch.float32]
 
@@ -119,9 +119,10 @@ def test_compiled_and_numpys_releases_agree_bit_for_bit(
     if sums and len(sums[0]) > 3:
         sums[0][:4] = torch.tensor([math.inf, -math.inf, math.nan, 3e38])
     stddevs = [10.0 ** numbers.uniform(-30, 30) for _ in sizes]
+    weight = 1 / float(numbers.integers(1, 10**6))
     ours, expected = ([torch.empty_like(line) for line in sums] for _ in range(2))
-    by_numpy(bytearray(key), sums, stddevs, expected)
-    fast.add(bytearray(key), sums, stddevs, ours)
+    by_numpy(bytearray(key), sums, stddevs, weight, expected)
+    fast.add(bytearray(key), sums, stddevs, weight, ours)
     assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, expected, strict=True))
 
 
@@ -132,8 +133,8 @@ def test_compiled_and_numpy_agree_on_millions(fresh: Path) -> None:
         pytest.skip("this processor has no AES of its own")
     sums, key = [torch.linspace(-2, 2, 4_000_001)], bytearray(range(32))
     ours, expected = [torch.empty_like(sums[0])], [torch.empty_like(sums[0])]
-    fast.add(key, sums, [1e-5], ours)
-    by_numpy(key, sums, [1e-5], expected)
+    fast.add(key, sums, [1e-5], 1 / 3, ours)
+    by_numpy(key, sums, [1e-5], 1 / 3, expected)
     assert torch.equal(ours[0], expected[0])
     numbers = torch.empty(2000 * CHUNK, dtype=torch.float64)
     fast.normals(key, numbers)

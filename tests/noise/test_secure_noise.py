@@ -19,7 +19,7 @@ import clipless
 from clipless import InvalidArgument, Private
 from clipless.clipping import CLIPPINGS
 from clipless.noise import NoiseSource, keys, noise_source
-from clipless.noise.adding import GRID_BITS, grid
+from clipless.noise.adding import grid
 from clipless.noise.keys import ForwardKeys, SeededKeys
 from noising import assert_on_grid, seeded_normals
 
@@ -58,7 +58,7 @@ def test_without_the_cipher_all_else_works() -> None:
 
 @given(st.floats(1e-30, 1e30))
 def test_the_grid_is_a_power_of_two_between_a_128th_and_a_64th_of_the_noise(stddev: float) -> None:
-    assert stddev / 2 ** (GRID_BITS + 1) < grid(stddev) <= stddev / 2**GRID_BITS
+    assert stddev / 128 < grid(stddev) <= stddev / 64
     assert math.frexp(grid(stddev))[0] == 0.5
 
 
@@ -178,6 +178,14 @@ def test_the_gradient_that_the_optimizer_reads_is_on_the_grid() -> None:
     for gradient in train(model, optimizer, private):
         assert multiples(gradient * BATCH, grid(2.0)) == 1
     private.detach()
+
+
+@pytest.mark.parametrize("divisor", [1.0, 8.0, 7.0])
+def test_division_comes_after_the_rounding(divisor: float) -> None:
+    sums = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    (whole,) = noise_source("seeded", 5).release("gradient", 2, [sums], [1.7])
+    (divided,) = noise_source("seeded", 5).release("gradient", 2, [sums], [1.7], divisor)
+    assert torch.equal(divided, (whole.double() * (1 / divisor)).float())
 
 
 def test_the_statistic_that_is_released_is_on_the_grid() -> None:

@@ -156,8 +156,10 @@ def test_a_buffer_that_follows_the_data_is_unsound() -> None:
                 self.largest.copy_(x.detach().abs().max())
             return self.inner(x)
 
+    report = clipless.check(Tracking(), losses, batch())
+    assert report.changed_buffers == ("largest",)
     with pytest.raises(clipless.Unsound, match="buffer 'largest' changes"):
-        clipless.check(Tracking(), losses, batch()).raise_if_unsound()
+        report.raise_if_unsound()
 
 
 def test_dropout_does_not_disturb_the_comparison() -> None:
@@ -245,6 +247,27 @@ def test_records_that_mix_a_little_are_unsound(share: float) -> None:
     assert report.tolerance < report.oracle_error < 0.1
     assert report.oracle_agreement is False
     assert not report.sound
+
+
+def test_every_record_is_removed_in_turn() -> None:
+    """Only without the third record do the losses of the others change."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 4)
+    x[:, 0] = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])
+
+    def coupled(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)[:, 0] * (1 + 5 * x[:, 0].sum())
+
+    report = clipless.check(nn.Linear(4, 1), coupled, x, clipless.abadi(threshold=1e3))
+    assert report.largest_change > 10
+
+
+def test_what_clipping_hides_is_compared_without_it() -> None:
+    """Losses that grow with the batch: every share is scaled to the same length."""
+    torch.manual_seed(0)
+    report = clipless.check(nn.Linear(4, 1), lambda model, x: model(x)[:, 0] * len(x), torch.randn(5, 4), "auto-v")
+    assert report.remove_one_record is True
+    assert report.oracle_agreement is False
 
 
 def test_a_change_little_above_the_sensitivity_is_unsound() -> None:

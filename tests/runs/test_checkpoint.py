@@ -15,9 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from clipless.errors import BudgetSpent, DamagedFile, InvalidArgument, LedgerInUse, Misuse, ReplayDiffers
+from clipless.noise.adding import grid
 from clipless.runs import checkpoint
 from clipless.runs.fingerprint import fingerprint
 from clipless.runs.ledger_file import read_ledger
@@ -278,6 +279,28 @@ def test_a_repeated_step_that_differs_is_refused_before_anything_is_seen(saved: 
     run.close()
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_a_repeated_step_in_which_one_parameter_differs_is_refused(tmp_path: Path, number: int) -> None:
+    """Any of them, by the least that can differ: one step of the grid in one number."""
+    run = begin()
+    run.private.save_to(tmp_path / "ledger.jsonl")
+    run.go(2).save(tmp_path / "run.pt")
+    run.go(1).close()
+    changed = begin().load(tmp_path / "run.pt")
+    release = changed.private._source.release
+
+    def other(stream: str, step: int, values: list[Tensor], stddevs: list[float]) -> list[Tensor]:
+        released = release(stream, step, values, stddevs)
+        released[number].view(-1)[-1] += grid(stddevs[number])
+        return released
+
+    changed.private._source.release = other  # type: ignore[method-assign]
+    with pytest.raises(ReplayDiffers, match="nothing was released"):
+        changed.go(1)
+    assert all(parameter.grad is None for parameter in changed.model.parameters())
+    changed.close()
+
+
 @pytest.mark.parametrize("clipping", ["dc-p", "dc-e", "quantile"])
 def test_a_repeated_step_with_another_statistic_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clipping: str
@@ -462,3 +485,8 @@ def test_a_fingerprint_sees_order_shape_and_type() -> None:
     assert len({fingerprint([t]) for t in same}) == 1
     assert len({fingerprint([t]) for t in [x, *other]}) == 1 + len(other)
     assert fingerprint([x, -x]) != fingerprint([-x, x])
+    numbers = torch.arange(2.0**13, dtype=torch.float64)  # 32 rows of words
+    for one, other in ((3, 250), (3, 3 + 256)):  # of one row, and of one column
+        exchanged = numbers.clone()
+        exchanged[[one, other]] = numbers[[other, one]]
+        assert fingerprint([exchanged]) != fingerprint([numbers])

@@ -148,10 +148,12 @@ def test_a_child_process_neither_writes_nor_keeps_the_lock(path: Path) -> None:
     back, front = os.pipe()
     child = os.fork()
     if not child:
+        said = b"written"
         try:
             journal.record(FIRST, None)
         except Misuse:
-            os.write(front, b"refused")
+            said = b"refused"
+        os.write(front, said)
         signal.pause()
     try:
         assert os.read(back, 7) == b"refused"
@@ -405,6 +407,18 @@ def test_damage_is_named_by_its_line(path: Path, change: object, line: int) -> N
         with pytest.raises(DamagedFile, match=rf"^line {line} of ") as caught:
             read_ledger(path, torn=torn)
         assert not isinstance(caught.value, TornLedger)
+
+
+def test_a_line_of_another_ledger_does_not_follow(path: Path, tmp_path: Path) -> None:
+    """It has the right number, and its hash fits what it says."""
+    other = tmp_path / "other.jsonl"
+    written(path)
+    written(other)
+    own, foreign = lines_of(path), lines_of(other)
+    for number in (1, 3, 6):
+        path.write_bytes(b"".join([*own[:number], foreign[number], *own[number + 1 :]]))
+        with pytest.raises(DamagedFile, match=rf"^line {number + 1} of .* does not follow the line before it"):
+            read_ledger(path)
 
 
 @pytest.mark.parametrize(

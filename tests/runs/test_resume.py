@@ -329,19 +329,21 @@ def interrupted(arguments: list[str], number: int, ledger: Path, lines: int) -> 
 
 def test_a_signal_finishes_the_step_and_saves_and_resume_goes_on(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
-        "import time\nfrom torch import nn\n"
+        "import os, time\nfrom torch import nn\n"
         "class Slow(nn.Module):\n"
-        "    def forward(self, x):\n        time.sleep(0.1)\n        return x\n"
+        "    def forward(self, x):\n        time.sleep(0.1 * os.path.exists('slow'))\n        return x\n"
         "def make(shape, classes): return nn.Sequential(Slow(), nn.Flatten(), nn.Linear(64, classes))\n"
     )
     options = ["--model", "slow:make", "--epochs", "3", "--seed", "3", "--accountant", "rdp", "--out", "run"]
     ledger = tmp_path / "run" / "ledger.jsonl"
+    (tmp_path / "slow").touch()
     code, errors = interrupted([*options, "--checkpoint-every", "1000"], signal.SIGTERM, ledger, 4)
     assert (code, "Traceback" in errors) == (143, False)
     assert "clipless train --resume --out run" in errors
     first = read_ledger(ledger)
     code, errors = interrupted(["--resume", "--out", "run"], signal.SIGINT, ledger, len(first.entries) + 4)
     assert (code, "Traceback" in errors) == (130, False)
+    (tmp_path / "slow").unlink()
     with command("train", "--resume", "--out", "run", "--json", cwd=tmp_path) as process:
         output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors

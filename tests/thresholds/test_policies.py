@@ -1,6 +1,7 @@
 """Each policy against hand-computed values, an independent reference, and inputs at which nothing may go wrong."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,6 +160,18 @@ def test_nothing_diverges(policy: ThresholdPolicy, norms: Tensor, noisy: float) 
             assert value.isfinite().all()
         assert (policy.thresholds(state) >= 1e-10 * (1 - 1e-6)).all()
         assert (policy.thresholds(state) <= 1e10 * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize(("start", "norm"), [(5e9, math.inf), (2e-10, 0.0)], ids=["upwards", "downwards"])
+@pytest.mark.parametrize("policy", [*LEARNING.values(), Decay(rho=0.01)], ids=[*LEARNING, "decay"])
+def test_thresholds_and_ranges_stop_at_their_limits(policy: ThresholdPolicy, start: float, norm: float) -> None:
+    """From a start close to a limit, with all norms beyond it. A histogram reaches to twice its largest threshold."""
+    policy = replace(policy, start=start)  # type: ignore[type-var]
+    state = policy.init(SETTING)
+    for _ in range(80):
+        state = step(policy, state, torch.full((1, 50), norm), None, SETTING)
+        assert 1e-10 * (1 - 1e-6) <= float(policy.thresholds(state)) <= 1e10 * (1 + 1e-6)
+        assert 1e-10 * (1 - 1e-6) <= float(state.get("range", torch.ones(()))) <= 2e10 * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("name", ["dc-p", "dc-e"])

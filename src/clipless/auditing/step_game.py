@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils.data import TensorDataset
 
 import clipless
@@ -36,7 +37,8 @@ class StepGame:
 
     With a full batch (`sample_rate=1`) and a policy with a statistic there is one canary, and gradient and statistic are
     seen together. Elsewhere every release holds `canaries` independent games, one along each coordinate, and a statistic
-    is not looked at. `resume_after` interrupts the run after so many steps and goes on from its state.
+    is not looked at. `resume_after` interrupts the run after so many steps and goes on from its state. `group` is that of
+    `make_private`: False plays in this process alone, None in all that are initialised, on each of which the game is played.
     """
 
     clipping: str | Clipping = "auto-s"
@@ -48,6 +50,7 @@ class StepGame:
     seed: int | None = None
     delta: float = 1e-5
     resume_after: int | None = None
+    group: ProcessGroup | bool | None = False
 
     @property
     def joint(self) -> bool:
@@ -252,6 +255,6 @@ def attached(
         clipping=game.clipping,
         accountant="gdp",
         seed=None if game.seed is None else 2 * game.seed + seed,
-        group=False,
+        group=game.group,
         **({} if game.noise is None else {"noise": game.noise}),  # type: ignore[arg-type]
     )

@@ -1,4 +1,4 @@
-"""Clipped sums of per-sample gradients: where gradients are caught, what they mean for each layer, and how they add up."""
+"""Clipped sums of per-sample gradients: capturing output gradients, layer rules, and weighted sums."""
 
 from clipless.gradients import recurrent
 from clipless.gradients.clipped_sum import clipped_sum

@@ -1,4 +1,4 @@
-"""The engine as one pure call."""
+"""The engine as one function call without side effects."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from clipless.errors import InvalidArgument
 from clipless.gradients.capture.watch import StateWatch
 from clipless.gradients.engine import Engine
 from clipless.gradients.kernels import Kernels
-from clipless.gradients.randomness import random_state_kept
 from clipless.partition import partition
+from clipless.random_state import random_state_kept
 
 
 def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: str | Clipping = "auto-s") -> ClippedSum:
     """The sum over the batch of each record's clipped gradient: no noise, no division, nothing private about it.
 
-    `loss_fn(model, batch)` returns one loss per record. The model is left as it was, also if it is refused.
+    `loss_fn(model, batch)` returns one loss per record. The model is left unchanged, even if it is refused.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> result = clipped_sum(model, lambda m, x: m(x)[:, 0], torch.tensor([[3.0, 4.0], [0.0, 0.5]]), "abadi")

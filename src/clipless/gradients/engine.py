@@ -13,18 +13,17 @@ from clipless.gradients.capture.watch import StateWatch
 from clipless.gradients.checks.self_check import SelfCheck
 from clipless.gradients.forms import forget
 from clipless.gradients.kernels import Kernels
-from clipless.gradients.records import written
 from clipless.gradients.sums import ClippedSums, Factors, Observe
 from clipless.partition import Partition
 
 
 class Engine:
-    """Turns backward passes of an ordinary model into clipped sums over the expected batch.
+    """Turns backward passes of an ordinary model into clipped sums.
 
     After `attach()`, for each logical batch: `clear()`; for each of its micro-batches `open(...)`, then the user's
-    forward and backward pass; `refuse_unsound()`; `complete()`. `detach()` takes everything off the model. Sums are
-    divided by the expected batch, and are those of each record's own loss, whether the loss was a sum or a mean. If it
-    `checks_itself`, passes are checked now and then, and whenever they go through something new.
+    forward and backward pass; `refuse_unsound()`; `complete()`. `detach()` removes everything from the model. The sums are
+    of the gradients of each record's own loss, whether the loss was a sum or a mean. If it `checks_itself`, passes are
+    checked from time to time, and whenever they go through something new.
     """
 
     def __init__(
@@ -34,46 +33,45 @@ class Engine:
         factors: Factors,
         observe: Observe | None,
         kernels: Kernels,
-        expected_batch: float = 1.0,
         checks_itself: bool = False,
         receiver: type[Receiver] = Receiver,
     ) -> None:
         layers = self._map = ModelMap(model)
         self.parameters, self.modules = layers.parameters, layers.modules
         self._hooks = Hooks(layers)
-        self._sums = ClippedSums(layers, groups, factors, observe, kernels, expected_batch)
+        self._sums = ClippedSums(layers, groups, factors, observe, kernels)
         self.receiver = receiver(self._hooks, self.modules, self.parameters, self._sums)
         self._self_check = SelfCheck(self.modules, self.receiver.run, self.receiver.output, self._hooks.silenced)
         self._self_check.active = checks_itself
         self._watch = StateWatch(model)
         self._recorder = Recorder(model, layers, self._hooks, self.receiver, self._self_check, self._watch)
-        self._recorder.looks_at_data = len(groups) > 1
+        self._recorder.checks_data = len(groups) > 1
 
     def attach(self) -> None:
-        """Put hooks on the model, or raise and leave it as it was."""
+        """Register hooks on the model, or raise and leave it unchanged."""
         self._hooks.attach()
         self._recorder.attach()
         self._hooks.listener = self._recorder
 
     def detach(self) -> None:
-        """Take all hooks off the model, and give back the memory that was kept for further steps."""
+        """Remove all hooks from the model, and free the memory kept for further steps."""
         self._recorder.restore()
         self._hooks.detach()
         self._hooks.listener = None
         forget()
 
     def intact(self) -> bool:
-        """Whether every hook is where `attach` put it, after anything that an interrupted pass left is put back."""
+        """Restore what an interrupted pass has left changed. Returns whether every hook is still registered."""
         self._recorder.restore()
         return self._hooks.intact()
 
     @property
     def seen(self) -> int:
-        """How many records of the logical batch went through backward."""
+        """How many records of the logical batch have gone through backward."""
         return self._sums.seen
 
     def clear(self) -> None:
-        """Forget the sums: no micro-batch is open until the next logical batch begins."""
+        """Forget the sums, and close the micro-batch."""
         self._sums.clear()
         self._self_check.forget()
         self.receiver.open(None)
@@ -81,7 +79,7 @@ class Engine:
         self._watch.close()
 
     def open(self, records: int, averaged: bool) -> None:
-        """The next forward and backward pass is on so many records, by whose number an `averaged` loss divides."""
+        """Begin a micro-batch of so many records. An `averaged` loss is a mean over them."""
         due = self._self_check.due(records)
         self.receiver.open(MicroBatch(records, averaged, float(records) if averaged else 1.0, due))
         self._recorder.restore()
@@ -105,13 +103,13 @@ class Engine:
         losses.backward(torch.ones_like(losses))
 
     def refuse_unsound(self) -> int:
-        """Raise if the batch has written into the model, or if a check finds a gradient lost or outputs that depend on other
+        """Raise if the batch has written into the model, or if a check finds a lost gradient or outputs that depend on other
         records. Returns how many passes were checked."""
         self._watch.refuse_step()
         return self._self_check.compare(self.parameters)
 
     def complete(self) -> dict[str, Tensor]:
-        """The clipped sum of every parameter over the expected batch, in memory of the engine's own."""
+        """The clipped sum of every parameter, in memory that the engine uses again for the next batch."""
         return self._sums.complete()
 
 
@@ -122,10 +120,13 @@ def refuse_losses(losses: object, micro: MicroBatch | None) -> None:
     if not isinstance(losses, Tensor):
         raise InvalidType(f"backward() takes a tensor of one loss per record, got {type(losses).__name__}.")
     if losses.shape != (micro.records,):
-        shape = written(losses.shape, micro.records)
+        # How many losses there are may tell how many records there are, which is not public.
+        sizes = [
+            ("B" if size == micro.records else "n") if k == 0 else str(size) for k, size in enumerate(losses.shape)
+        ]
         raise InvalidArgument(
-            f"backward() takes one loss per record, a tensor of shape (B,), got {shape}: use reduction='none', and average "
-            "over each record's own tokens or outputs."
+            f"backward() takes one loss per record, a tensor of shape (B,), got ({', '.join(sizes)}): use "
+            "reduction='none', and average over each record's own tokens or outputs."
         )
     if not losses.requires_grad and micro.records:
         raise Misuse(

@@ -15,17 +15,17 @@ from clipless.errors import InvalidArgument, InvalidType
 from clipless.gradients.forms import Cost
 from clipless.gradients.forms.scratch import KEPT
 
-# What private training may hold over plain training on its way to the factors: at most a third of it for methods that are
-# faster than the thriftiest, the rest for what those keep.
+# The memory that private training may take beyond plain training: at most a third (`FASTER`) for methods that need more
+# than the thriftiest and are faster, the rest for what the thriftiest need.
 MEMORY_CAP = 384 * 2**20
 FASTER = 1 / 3
-# What the allocator loses between buffers, measured.
+# Overhead of the allocator between buffers, measured.
 FRAGMENTS = 1.1
-# What can be clipped at once is written out for so many bytes of records or groups at a time: they stay in the cache.
+# The last form of a group is written out in chunks of so many bytes, which stay in the cache.
 CHUNK_BYTES = 24 * 2**20
 
 # The cost model: operations and bytes per second and thread, and seconds per call. The C library does not reuse
-# buffers larger than `FRESH`; the operating system hands them out page by page, at `FAULT` seconds a byte.
+# buffers larger than `FRESH`; the operating system maps them page by page, at `FAULT` seconds a byte.
 FLOPS = 60e9
 BANDWIDTH = 9e9
 CALL = 4e-6
@@ -34,7 +34,7 @@ FAULT = 1e-9
 
 
 def modelled_seconds(cost: Cost, threads: int) -> float:
-    """What a method costs by the model.
+    """The time that a method takes by the cost model.
 
     >>> modelled_seconds(Cost(flops=60e9, moved=9e9, calls=0, held=0), threads=1)
     2.0
@@ -44,8 +44,8 @@ def modelled_seconds(cost: Cost, threads: int) -> float:
 
 
 class Choice(NamedTuple):
-    """How a form is taken: by which method, the bytes that it then holds for all records, and which records are taken
-    together."""
+    """How a form is computed: by which method, how many bytes it then holds for all records, and in which chunks of
+    records."""
 
     method: str
     held: float
@@ -55,9 +55,9 @@ class Choice(NamedTuple):
 class Kernels:
     """Chooses a method for every form, so that private training takes at most `memory_cap` bytes more than plain training.
 
-    The thriftiest methods keep what the records' norms need until all are known, such as each layer's output gradient.
-    If that alone exceeds the cap, they are taken all the same; 0 asks for them. It happens without a word, since it
-    depends on the size of the batch, which is not public: smaller micro-batches need less.
+    The thriftiest methods hold, until all norms are known, what the norms need, such as each layer's output gradient. If
+    that alone exceeds the cap, they are used all the same; a cap of 0 always selects them. There is no warning, since
+    whether it happens depends on the size of the batch, which is not public. Smaller micro-batches need less.
     """
 
     def __init__(self, memory_cap: int | None = None) -> None:
@@ -72,12 +72,12 @@ class Kernels:
         return f"Kernels(memory_cap={self.memory_cap})"
 
     def budget(self) -> "MemoryBudget":
-        """That of a micro-batch for which nothing is held yet."""
+        """The budget of a new micro-batch."""
         return MemoryBudget(self.memory_cap)
 
 
 def chunk_bytes(memory_cap: int) -> int:
-    """The most that is written out at a time of what can be clipped at once."""
+    """The largest number of bytes to write out at a time for the last form of a group."""
     return min(CHUNK_BYTES, int(FASTER * memory_cap))
 
 
@@ -89,15 +89,15 @@ class MemoryBudget:
         self._faster = self._least = 0.0
 
     def choose(self, methods: Mapping[str, Cost], records: int, last: bool, expected: float) -> Choice:
-        """The fastest of a form's methods that fits under the cap beside what is held already. The thriftiest methods will
-        hold at least `expected` bytes in all. The `last` form of a group can be clipped at once, so its buffers need not be
-        there for all records."""
+        """The fastest of a form's methods that fits under the cap, given what is held already. The thriftiest methods will
+        hold at least `expected` bytes in total. The `last` form of a group can be clipped in chunks, so it need not be held
+        for all records."""
         return self._in_chunks(methods, records) if last else self._at_once(methods, records, expected)
 
     def _at_once(self, methods: Mapping[str, Cost], records: int, expected: float) -> Choice:
         """For all records together."""
         least = min([cost.held for cost in methods.values()])
-        self._least += least  # any method holds what the thriftiest holds
+        self._least += least  # every method holds at least what the thriftiest holds
         needed = FRAGMENTS * (min(KEPT, self._cap / 3) + max(self._least, expected))
         left = min(FASTER * self._cap, self._cap - needed) - self._faster
         fitting = tuple([(method, cost) for method, cost in methods.items() if cost.held - least <= max(left, 0)])
@@ -114,7 +114,7 @@ class MemoryBudget:
         if method != thriftiest:
             size = max(1, int(chunk_bytes(self._cap) // (methods[method].held / records)))
         if threads < size < records:
-            size -= size % threads  # a thread without a record would wait
+            size -= size % threads  # or a thread would be idle
         chunks = [slice(first, min(first + size, records)) for first in range(0, records, size)]
         return Choice(method, methods[method].held, chunks)
 
@@ -123,7 +123,7 @@ class MemoryBudget:
 def _small_enough(
     records: int, methods: tuple[tuple[str, Cost], ...], room: float, chunk: int
 ) -> tuple[str, tuple[tuple[str, Cost], ...]]:
-    """The thriftiest method, and what each costs in chunks, of those that have room for what they hold of one record."""
+    """The thriftiest method, and the costs in chunks of all methods for which one record fits into `room`."""
     least, thrifty = min(methods, key=lambda method: method[1].held)
     small = [
         (method, replace(cost, held=min(cost.held, chunk)))

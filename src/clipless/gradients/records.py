@@ -10,14 +10,15 @@ from torch.utils import _pytree as pytree
 
 from clipless.gradients.trees import shapes_of
 
-# The tensors of an input that carry records, by their number, and the dimension along which these lie.
+# For each tensor of an input that carries records, by its number: the dimension along which they lie.
 Reading = dict[int, int]
-# What a model may raise when it is given other records than it expects.
+# Exceptions that a model may raise on inputs that it does not expect.
 TROUBLES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, NotImplementedError)
 
 
-def telling_records(values: Any, reading: Reading) -> list[int]:
-    """Records that a probe must have to run as the batch does: of every mask one with a zero and one with a one."""
+def needed_records(values: Any, reading: Reading) -> list[int]:
+    """Records that a probe must contain to take the same path as the batch: for every mask, one with a zero and one with a
+    one."""
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
     found: list[int] = []
     for k, dim in reading.items():
@@ -29,16 +30,17 @@ def telling_records(values: Any, reading: Reading) -> list[int]:
     return sorted(found)
 
 
-def telling_sizes(values: Any, module: nn.Module, records: int, least: int = 2) -> tuple[int, int]:
-    """Two small numbers of records that are the size of nothing else, neither in the inputs nor in a parameter."""
+def unused_sizes(values: Any, module: nn.Module, records: int, least: int = 2) -> tuple[int, int]:
+    """Two small numbers of records that are no other size in the inputs or the parameters."""
     taken = {size for shape in shapes_of(values) for size in shape if size != records or shape.count(size) > 1}
     taken |= {size for parameter in module.parameters() for size in parameter.shape}
     free = (number for number in count(max(least, 2)) if number not in taken)
     return next(free), next(free)
 
 
-def telling_multiples(values: Any, module: nn.Module, records: int, least: int = 2) -> tuple[int, int]:
-    """As `telling_sizes`, two primes that divide no other size, so that a multiple of one shows records among positions."""
+def unused_primes(values: Any, module: nn.Module, records: int, least: int = 2) -> tuple[int, int]:
+    """Two primes that divide no other size in the inputs, parameters or buffers: a multiple of one of them is a number of
+    records times something."""
     taken = {size for shape in shapes_of(values) for size in shape if size != records or shape.count(size) > 1}
     taken |= {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
     primes = (n for n in count(max(least, 7)) if all(n % k for k in range(2, n)))
@@ -60,9 +62,10 @@ def written(shape: torch.Size, records: int) -> str:
 
 
 def readings(values: Any, records: int) -> Iterator[Reading]:
-    """Which tensors of the model's input carry records, and along which dimension: the likeliest reading first.
+    """Which tensors of the model's input may carry records, and along which dimension, the likeliest reading first.
 
-    That is all tensors with a dimension of that size, the first such; then fewer, since a size may be a coincidence.
+    The first reading has every tensor with a dimension of that size (the first such dimension); the others have fewer,
+    since a size may be a coincidence.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
     found = {k: tensor.shape.index(records) for k, tensor in enumerate(tensors) if records in tensor.shape}
@@ -72,14 +75,14 @@ def readings(values: Any, records: int) -> Iterator[Reading]:
 
 
 def is_square(values: Any, records: int) -> bool:
-    """Whether the second dimension of an input could as well be that of the records, as in time-major sequences of as many
-    positions as there are records. The last dimension of floating-point numbers is that of features."""
+    """Whether the second dimension of an input may be that of the records, as in time-major sequences with as many positions
+    as records. The last dimension of a floating-point tensor holds features and does not count."""
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
     return any(t.shape[:2] == (records, records) and t.dim() > 1 + t.is_floating_point() for t in tensors)
 
 
 def resized(values: Any, reading: Reading, target: int, needed: Sequence[int] = ()) -> Any:
-    """The structure with its records cut or repeated to `target`, in the same order, the `needed` ones among them."""
+    """The structure with `target` of its records, dropped or repeated in order; the `needed` ones are included."""
 
     def resize(tensor: Tensor, dim: int) -> Tensor:
         rows = _chosen(tensor.shape[dim], target, needed)
@@ -111,20 +114,20 @@ def with_records(values: Any, reading: Reading, change: Callable[[Tensor, int], 
 
 
 def broken_records(tensor: Tensor, dim: int | None, records: int, masks: bool) -> Tensor | None:
-    """The records with data that are not finite, [b], None if there are none or these are no data; -inf counts as finite
-    among `masks`."""
+    """Which records have data that are not finite, [b]; None if none, or if the tensor holds no data. With `masks`, -inf
+    counts as finite."""
     data = tensor.is_floating_point() and not tensor.requires_grad and tensor.numel() > 0
     if not data or dim is None or tensor.shape[dim] != records:
         return None
     rows = tensor.movedim(dim, 0).reshape(records, -1)
     if bool(torch.linalg.vector_norm(rows, dim=1).isfinite().all()):
-        return None  # as always; the largest number, which takes longer, does not overflow
+        return None  # the usual case; the maximum below takes longer, and does not overflow
     largest = rows.amax(1) if masks else torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
     return ~(largest < torch.inf)
 
 
 def selected(values: Any, reading: Reading, rows: Tensor) -> Any:
-    """The structure with these of its records."""
+    """The structure with only these records."""
     numbers = count()
 
     def select(leaf: Any) -> Any:

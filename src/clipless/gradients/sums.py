@@ -18,19 +18,19 @@ from clipless.partition import Partition
 Factors = Callable[[Tensor, Sequence[int]], Tensor]
 Observe = Callable[[Tensor], None]
 
-# The most records that are added up in float32.
+# The largest number of records that are summed in float32.
 BLOCK = 2048
-# From so many bytes on a norm is taken at once, while what was written is still in the cache.
+# Norms of at least this many bytes are computed at once, while the data is still in the cache.
 LARGE = 2**17
 
 
 class ClippedSums:
-    """Adds up clipped per-sample gradients over the micro-batches of a logical batch, each sum over the expected batch.
+    """Adds up clipped per-sample gradients over the micro-batches of a logical batch.
 
-    `factors(norms [g,b], groups)` says how much of each record enters those groups' sums, for any of the micro-batch's
-    records; `observe(norms [G,B])`, if given, sees all norms of a micro-batch once. A group is clipped as soon as its
-    parameters are there, and what was held for it is dropped. A record with a norm that is not finite, or too small to
-    count, adds nothing to that group; one whose data are not finite adds nothing to any.
+    `factors(norms [g,b], groups)` returns the clipping factors [g,b] of some records in some groups. `observe(norms [G,B])`,
+    if given, is called once per micro-batch with all norms. A group is clipped as soon as all its parameters have arrived,
+    and its forms are freed. A record whose norm in a group is not finite, or too small to count, adds nothing to that
+    group; one whose data are not finite adds nothing to any group.
     """
 
     def __init__(
@@ -40,13 +40,11 @@ class ClippedSums:
         factors: Factors,
         observe: Observe | None,
         kernels: Kernels,
-        expected_batch: float,
     ) -> None:
         self.seen = 0
         self._parameters, self._dtype, self._device = model.parameters, model.dtype, model.device
         self._groups, self._factors, self._observe, self._kernels = groups, factors, observe, kernels
         self._chunk_bytes = chunk_bytes(kernels.memory_cap)
-        self._expected_batch = expected_batch
         self._sums: dict[str, RunningSum] = {}
         self._micro: MicroBatch | None = None
         self._budget: MemoryBudget | None = None
@@ -61,7 +59,7 @@ class ClippedSums:
             running.records, running.blocks = 0, None
 
     def restart(self) -> None:
-        """Begin the micro-batch anew after an interrupted backward pass; raises if a part of it is mixed with others."""
+        """Start the micro-batch over after an interrupted backward pass; raises if a part of it has been added to others."""
         if self._micro is not None and self._added:
             if self.seen:
                 raise messages.interrupted(again=True)
@@ -69,8 +67,8 @@ class ClippedSums:
         self._micro = None
 
     def complete(self) -> dict[str, Tensor]:
-        """The sum of every parameter, zeros for those that no record reached, in at least float32, in memory that is used
-        again at every step and never handed out."""
+        """The sum of every parameter, zeros if no record has reached it, in at least float32. The memory is reused at every
+        step and must not be released."""
         self._drop_unfit()
         complete = {}
         for name, parameter in self._parameters.items():
@@ -81,7 +79,7 @@ class ClippedSums:
         return complete
 
     def take(self, micro: MicroBatch, complete: Iterable[tuple[str, list[Form]]]) -> None:
-        """All forms of some parameters are there. Groups with all their parameters are clipped soon."""
+        """Take all forms of some parameters. A group whose parameters have all arrived is clipped now or soon."""
         if micro is not self._micro:
             self._begin(micro)
         for name, uses in complete:
@@ -110,7 +108,7 @@ class ClippedSums:
                     self._add(micro, groups, self._norms(micro, self._squares(micro, groups)))
 
     def finish(self, micro: MicroBatch) -> None:
-        """Clip what is left, and let the norms be observed."""
+        """Clip the remaining groups, and pass the norms to `observe`."""
         if micro is not self._micro:
             self._begin(micro)
         left = [number for number, group in enumerate(self._open) if group.norms is None]
@@ -128,7 +126,7 @@ class ClippedSums:
         self._open = [GroupInProgress(set(members)) for members in self._groups.members]
 
     def _drop_unfit(self) -> None:
-        """Forget the memory for parameters that have moved to another device."""
+        """Free the sums of parameters that have moved to another device."""
         for name, parameter in self._parameters.items():
             running = self._sums.get(name)
             if running is not None and running.block.device != parameter.device:
@@ -137,7 +135,7 @@ class ClippedSums:
     def _clip_chunks(
         self, micro: MicroBatch, group: int, name: str, form: Form, method: str, chunks: list[slice]
     ) -> None:
-        """Clip and add a group whose last form is taken some records at a time."""
+        """Clip and add a group whose last form is computed for some records at a time."""
         others, norms = self._squares(micro, [group])[0], []
         for some in chunks:
             part = form.rows(some).by(method)
@@ -146,7 +144,7 @@ class ClippedSums:
         self._add(micro, [group], torch.cat(norms, 1))
 
     def _add(self, micro: MicroBatch, groups: list[int], norms: Tensor) -> None:
-        """Clip by the norms [g,b], and add, what is held for these groups."""
+        """Clip the forms held for these groups by the norms [g,b], and add them to the sums."""
         held = [self._open[group].held for group in groups]
         self._sum(micro, held, norms, groups)
         for row, number in enumerate(groups):
@@ -155,11 +153,13 @@ class ClippedSums:
             self._ready.pop(number, None)
 
     def _sum(self, micro: MicroBatch, held: list[dict[str, Form]], norms: Tensor, groups: list[int]) -> None:
-        """Add each group's forms, their records times their factors, and nothing of records whose norm is infinite."""
+        """Add each group's forms, weighted by the factors; records whose norm is infinite add nothing."""
         if not any(held):
             return
         self._added = True
-        factors = self._factors(norms, groups).masked_fill(norms == 0, 0.0) * (micro.scale / self._expected_batch)
+        factors = self._factors(norms, groups).masked_fill(norms == 0, 0.0)
+        if micro.scale != 1.0:
+            factors = factors * micro.scale
         finite = norms < torch.inf
         everyone = bool(finite.all())
         records = norms.shape[1]
@@ -177,7 +177,7 @@ class ClippedSums:
             add_all(addends)
 
     def _squares(self, micro: MicroBatch, groups: list[int]) -> Tensor:
-        """Squared norms of what is held for these groups, [g,b]."""
+        """Squared norms of the forms held for these groups, [g,b]."""
         rows, forms = [], []
         for row, number in enumerate(groups):
             for form in self._open[number].held.values():
@@ -192,8 +192,7 @@ class ClippedSums:
         return squares
 
     def _norms(self, micro: MicroBatch, squares: Tensor, some: slice = slice(None)) -> Tensor:
-        """Norms of some records; infinite for those that are not finite, or whose data are not, and zero for those that are
-        too small to count."""
+        """Norms of some records: infinite if the norm or the record's data are not finite, zero if too small to count."""
         norms = squares.to(self._dtype).sqrt().nan_to_num_(nan=torch.inf, posinf=torch.inf)
         norms = F.threshold(norms, least_norm(norms.dtype), 0.0).mul_(micro.scale)
         return norms if micro.broken is None else norms.masked_fill_(micro.broken[some], torch.inf)
@@ -201,7 +200,7 @@ class ClippedSums:
 
 @dataclass
 class GroupInProgress:
-    """A group of parameters on its way to be clipped: those still `waiting`, and what is held until they are there."""
+    """A group that is not clipped yet: the parameters it is `waiting` for, and the forms held until they arrive."""
 
     waiting: set[str]
     held: dict[str, Form] = field(default_factory=dict)
@@ -211,10 +210,9 @@ class GroupInProgress:
 class RunningSum:
     """The sum of one parameter's clipped gradients over a logical batch.
 
-    At most `BLOCK` records are added up in float32, in `block`, and full blocks in float64, in `blocks`: a sum is exact
-    to a small part of one record's share, however many there are. `records` counts those in the block. The memory of
-    the block is used again at every step: the operating system hands out the pages of a new tensor one by one, which
-    takes longer than drawing the noise.
+    At most `BLOCK` records are summed in float32, in `block`, and full blocks in float64, in `blocks`: whatever the number
+    of records, the error is a small part of one record's contribution. `records` counts those in the block. The block's
+    memory is reused at every step: page faults in a new tensor take longer than drawing the noise.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -224,8 +222,8 @@ class RunningSum:
         self.records = 0
 
     def make_room(self, records: int) -> int:
-        """Set a full block aside if so many records more do not fit into it. Returns 1 if they are to be added to what
-        is in the block, 0 if they overwrite it."""
+        """Make room for so many records, moving a full block to `blocks` if needed. Returns the factor for what is in the
+        block: 1 to add to it, 0 to overwrite it."""
         if self.records and self.records + records <= BLOCK:
             self.records += records
             return 1

@@ -10,15 +10,15 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 Shapes = tuple[torch.Size, ...]
-# For each tensor of a structure the dimension along which its records lie, None if it has none.
+# For each tensor of a structure, the dimension along which its records lie; None if it carries none.
 Dims = tuple[int | None, ...]
 
 
 def shapes_of(values: Any, floating: bool = False) -> Shapes:
     """Shapes of all tensors in a structure, or of the floating-point ones, in a fixed order.
 
-    The data of a packed sequence counts as having a row for each of its sequences, and its sizes as having none: the
-    rules of recurrent layers, which alone are given it, put the records of the one in order by the other.
+    The data of a packed sequence counts as one row per sequence, and its batch sizes as a tensor without records: only
+    recurrent layers take packed sequences, and their rules put the records in order.
     """
     known = plain_tensors(values)
     if known is not None:
@@ -35,7 +35,7 @@ def shapes_of(values: Any, floating: bool = False) -> Shapes:
 
 
 def plain_tensors(values: Any) -> tuple[Tensor, ...] | None:
-    """The tensors of what most modules return, a tensor, or are given, (tensors, no keywords); None for other things."""
+    """The tensors of a plain output (one tensor) or plain arguments (tensors, no keywords); None for anything else."""
     if isinstance(values, Tensor):
         return (values,)
     if type(values) is tuple and len(values) == 2 and type(values[0]) is tuple and values[1] == {}:
@@ -75,7 +75,7 @@ def opened(values: Any) -> Any:
 
 
 def closed(values: Any) -> Any:
-    """The structure with the dataclasses put back, each a copy with the fields that the tree has now.
+    """The structure with its dataclasses restored, each a copy with the current fields of its tree.
 
     >>> Point = dataclasses.make_dataclass("Point", ["x", "y"])
     >>> closed(pytree.tree_map(lambda number: number + 1, opened([Point(1, 2), 3])))
@@ -87,7 +87,7 @@ def closed(values: Any) -> Any:
 
 
 def hides_tensors(values: Any) -> bool:
-    """Whether there is an object in the structure that tensors may be in, and not a tensor in sight."""
+    """Whether the structure contains no tensor, but an object that may contain one."""
     leaves = pytree.tree_leaves(values)
     plain = (bool, int, float, complex, str, bytes, type(None))
     return not any(isinstance(leaf, Tensor) for leaf in leaves) and any(not isinstance(leaf, plain) for leaf in leaves)
@@ -118,7 +118,7 @@ def _close(leaf: Any) -> Any:
 
 
 def differentiable(output: Any) -> list[Tensor]:
-    """The floating-point tensors in a module's output, in a fixed order, whatever it is made of."""
+    """The floating-point tensors in a module's output, in a fixed order."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     leaves = pytree.tree_leaves(opened(output))

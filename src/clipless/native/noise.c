@@ -86,14 +86,14 @@ static void normals(const struct bits *restrict bits, double *restrict noise) {
     }
 }
 
-/* into[k] = sums[k] + stddev times noise[k], rounded to a multiple of the grid's step: 2**-6 of the power of two below
-   stddev. Near 1.5 * 2**52 steps floating-point numbers are one step apart. */
+/* into[k] = sums[k] + stddev times noise[k], rounded to a multiple of the grid's step, 2**-6 of the power of two below
+   stddev, then times weight. Near 1.5 * 2**52 steps floating-point numbers are one step apart. */
 FOR_EACH_PROCESSOR
 static void add_scaled(float *restrict into, const float *restrict sums, const double *restrict noise, double stddev,
-                       int64_t count) {
+                       double weight, int64_t count) {
     double far = 0x1.8p52 * as_double((double_bits(stddev) & 0x7ff0000000000000) - (6ull << 52));
     for (int64_t k = 0; k < count; k++)
-        into[k] = (float)(((noise[k] * stddev + (double)sums[k]) + far) - far);
+        into[k] = (float)((((noise[k] * stddev + (double)sums[k]) + far) - far) * weight);
 }
 
 /* The next round's key, from the two before it and the word that the cipher's own table makes of the last. The constants are
@@ -198,7 +198,7 @@ void clipless_keystream(const uint8_t *key, int64_t high, int64_t low, uint8_t *
 
 /* Tensors laid end to end: the one of number k has the places from starts[k] up to starts[k+1]. */
 static void add_noise(const __m128i *keys, int wide, float *const *into, const float *const *sums, const double *stddevs,
-                      const int64_t *starts, int64_t tensors, int64_t chunk, int64_t end) {
+                      double weight, const int64_t *starts, int64_t tensors, int64_t chunk, int64_t end) {
     struct bits bits;
     double noise[CHUNK];
     int64_t tensor = 0;
@@ -217,7 +217,7 @@ static void add_noise(const __m128i *keys, int wide, float *const *into, const f
             while (starts[tensor + 1] <= place)
                 tensor++;
             int64_t last = starts[tensor + 1] < stop ? starts[tensor + 1] : stop, at = place - starts[tensor];
-            add_scaled(into[tensor] + at, sums[tensor] + at, noise + (place - from), stddevs[tensor], last - place);
+            add_scaled(into[tensor] + at, sums[tensor] + at, noise + (place - from), stddevs[tensor], weight, last - place);
             place = last;
         }
     }
@@ -244,7 +244,7 @@ void clipless_normals(const uint8_t *key, double *noise, int64_t chunks, int64_t
 /* For all elements of all tensors. A processor without AES of its own does nothing, which the check at the first use sees.
    `narrow` says to do without the instructions for four blocks. */
 void clipless_release(const uint8_t *key, float *const *into, const float *const *sums, const double *stddevs,
-                      const int64_t *starts, int64_t tensors, int64_t narrow, int64_t threads) {
+                      double weight, const int64_t *starts, int64_t tensors, int64_t narrow, int64_t threads) {
     if (!__builtin_cpu_supports("aes") || !__builtin_cpu_supports("ssse3"))
         return;
     __m128i keys[ROUNDS + 1];
@@ -253,7 +253,8 @@ void clipless_release(const uint8_t *key, float *const *into, const float *const
     int64_t chunks = (starts[tensors] + CHUNK - 1) / CHUNK;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t k = 0; k < threads; k++)
-        add_noise(keys, wide, into, sums, stddevs, starts, tensors, chunks * k / threads, chunks * (k + 1) / threads);
+        add_noise(keys, wide, into, sums, stddevs, weight, starts, tensors, chunks * k / threads,
+                  chunks * (k + 1) / threads);
     erase(keys, sizeof keys);
 }
 #endif

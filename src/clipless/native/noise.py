@@ -12,10 +12,10 @@ from clipless.native.library import COUNT, POINTER, WORTH_A_THREAD, function, th
 
 
 class Noise(NamedTuple):
-    """`add` goes from a key, tensors, their standard deviations, and the tensors that the sums go to: float32, without gaps,
-    in main memory. `normals` writes the numbers of a key to a float64 tensor of whole chunks, for the self-check."""
+    """`add` takes a key, sums, their standard deviations, a weight, and the tensors that the results go to: float32, without
+    gaps, in main memory. `normals` writes the numbers of a key to a float64 tensor of whole chunks, for the self-check."""
 
-    add: Callable[[bytearray, Sequence[Tensor], Sequence[float], Sequence[Tensor]], None]
+    add: Callable[[bytearray, Sequence[Tensor], Sequence[float], float, Sequence[Tensor]], None]
     normals: Callable[[bytearray, Tensor], None]
 
 
@@ -39,19 +39,21 @@ def build_keystream(library: Path) -> Keystream | None:
 def build(library: Path, chunk: int = 1024, narrow: bool = False) -> Noise | None:
     """It does nothing on a processor without AES, as `checked` finds out. `narrow` does without the processor's instructions
     for four blocks of the cipher at a time."""
-    release = function(library, "clipless_release", *[POINTER] * 5, *[COUNT] * 3)
+    release = function(library, "clipless_release", *[POINTER] * 4, ctypes.c_double, POINTER, *[COUNT] * 3)
     numbers = function(library, "clipless_normals", *[POINTER] * 2, *[COUNT] * 2)
     if release is None or numbers is None:
         return None
 
-    def add(key: bytearray, sums: Sequence[Tensor], stddevs: Sequence[float], into: Sequence[Tensor]) -> None:
+    def add(
+        key: bytearray, sums: Sequence[Tensor], stddevs: Sequence[float], weight: float, into: Sequence[Tensor]
+    ) -> None:
         count = len(sums)
         starts = (COUNT * (count + 1))(0, *itertools.accumulate(map(Tensor.numel, into)))
         places = [(POINTER * count)(*map(Tensor.data_ptr, tensors)) for tensors in (into, sums)]
         work = 8 * starts[count]
         workers = 1 if work < WORTH_A_THREAD else threads(work)
         key_place = (ctypes.c_char * 32).from_buffer(key)
-        release(key_place, *places, (ctypes.c_double * count)(*stddevs), starts, count, narrow, workers)
+        release(key_place, *places, (ctypes.c_double * count)(*stddevs), weight, starts, count, narrow, workers)
 
     def normals(key: bytearray, into: Tensor) -> None:
         numbers((ctypes.c_char * 32).from_buffer(key), into.data_ptr(), len(into) // chunk, narrow)

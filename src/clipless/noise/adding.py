@@ -1,4 +1,4 @@
-"""Noise added to what is released, and the sum rounded to a grid.
+"""Noise added to a sum, rounded to a grid, and divided: what is released of the sum.
 
 As the numbers themselves (see normals.py) this is written down twice: here, and in native/noise.c, which does all of it in
 one pass through the cache, cipher included. Both give the same bits.
@@ -30,8 +30,11 @@ def grid(stddev: float) -> float:
     return math.ldexp(0.5, math.frexp(stddev)[1] - GRID_BITS)
 
 
-def by_numpy(key: bytearray, sums: Sequence[Tensor], stddevs: Sequence[float], into: Sequence[Tensor]) -> None:
-    """into[k] = sums[k] + stddevs[k] times the numbers of the key, tensor after tensor, rounded to the grid of stddevs[k].
+def by_numpy(
+    key: bytearray, sums: Sequence[Tensor], stddevs: Sequence[float], weight: float, into: Sequence[Tensor]
+) -> None:
+    """into[k] = sums[k] + stddevs[k] times the numbers of the key, tensor after tensor, rounded to the grid of stddevs[k],
+    then times `weight`.
 
     Tensors in main memory, without gaps; each sum in the type of what it goes to. Torch does nothing here: its threads
     compute nonsense in a forked child.
@@ -51,6 +54,7 @@ def by_numpy(key: bytearray, sums: Sequence[Tensor], stddevs: Sequence[float], i
                 # Near 1.5 * 2**52 steps floating-point numbers are one step apart.
                 part += far
                 part -= far
+                part *= weight
                 made[place] = part
             done += len(part)
             part[:] = 0
@@ -74,8 +78,8 @@ def _pairs(ours: Noise) -> Iterator[tuple[Tensor, Tensor]]:
         ours.normals(key, numbers)
         yield numbers, torch.from_numpy(standard_normals(key, len(numbers)))
         made, expected = ([torch.from_numpy(np.zeros(size, np.float32)) for size in sizes] for _ in range(2))
-        ours.add(key, sums, stddevs, made)
-        by_numpy(key, sums, stddevs, expected)
+        ours.add(key, sums, stddevs, 1 / 3, made)
+        by_numpy(key, sums, stddevs, 1 / 3, expected)
         yield from zip(made, expected, strict=True)
 
 

@@ -28,16 +28,18 @@ class NoiseSource:
         self.name = name
         self._keys, self._on_device = keys, on_device
 
-    def release(self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float]) -> list[Tensor]:
-        """Each value plus normal noise of its standard deviation, rounded to a multiple of `grid(stddev)`.
+    def release(
+        self, stream: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float], divisor: float = 1.0
+    ) -> list[Tensor]:
+        """Each value plus normal noise of its standard deviation, rounded to a multiple of `grid(stddev)`, then divided.
 
-        In the value's type, or float32 if that is finer, in fresh tensors: no memory in which a value without noise has
-        been. The values are left as they are.
+        The divisor is at least 1. Results are in the value's type, or float32 if that is finer, in fresh tensors: no memory
+        in which a value without noise has been. The values are left as they are.
         """
         sums, outs, fits = [], [], True
         for value, stddev in zip(values, stddevs, strict=True):
-            if not LEAST_STDDEV <= stddev < math.inf:
-                raise _too_little(stddev)
+            if not LEAST_STDDEV <= stddev / divisor < math.inf:
+                raise _too_little(stddev / divisor)
             here = value.detach() if value.requires_grad else value
             if not (here.dtype is torch.float32 and here.is_cpu and here.is_contiguous()):
                 here = self._brought_here(here)
@@ -46,10 +48,10 @@ class NoiseSource:
             outs.append(torch.empty_like(here))
         key = self._keys.key(stream, step)
         fast = compiled() if fits else None
-        (fast.add if fast else by_numpy)(key, sums, stddevs, outs)
+        (fast.add if fast else by_numpy)(key, sums, stddevs, 1 / divisor, outs)
         for number, value in enumerate(values):
             if not value.is_cpu:
-                outs[number] = self._sent_back(key, number, value.detach(), stddevs[number], outs[number])
+                outs[number] = self._sent_back(key, number, value.detach(), stddevs[number], divisor, outs[number])
         erase(key)
         return outs
 
@@ -60,7 +62,9 @@ class NoiseSource:
             return torch.empty(0, dtype=dtype)
         return value.to("cpu", dtype).contiguous()
 
-    def _sent_back(self, key: bytearray, number: int, value: Tensor, stddev: float, made: Tensor) -> Tensor:
+    def _sent_back(
+        self, key: bytearray, number: int, value: Tensor, stddev: float, divisor: float, made: Tensor
+    ) -> Tensor:
         """A release on the value's own device: what was made in main memory, or drawn there by torch's generator, which is
         not cryptographic and leaves the last bits as floating point does."""
         if not self._on_device:
@@ -69,7 +73,7 @@ class NoiseSource:
         seed = int(words(key, (number + 1) << 64, 1)[0]) >> 1
         noise = torch.empty(value.shape, dtype=made.dtype, device=value.device)
         noise.normal_(generator=torch.Generator(value.device).manual_seed(seed))
-        return value.to(made.dtype).add(noise, alpha=stddev)
+        return value.to(made.dtype).add(noise, alpha=stddev).div_(divisor)
 
     def vector(self, step: int, number: int, like: Sequence[Tensor]) -> list[Tensor]:
         """Standard normal numbers shaped like these tensors, on their devices: vector `number` of a step's projections. The

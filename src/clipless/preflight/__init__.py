@@ -1,4 +1,4 @@
-"""`clipless.check`: does this model, with this loss, keep the declared sensitivity? Tried on a few records before training.
+"""`clipless.check`: does this model, with this loss, keep the declared sensitivity? Tested on a few records before training.
 
 The package is not named `check`: importing it would replace the public function `clipless.check` by the module.
 """

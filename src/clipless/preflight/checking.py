@@ -17,11 +17,11 @@ from clipless.clipping import Clipping, abadi, as_clipping
 from clipless.errors import CliplessError, InvalidArgument, InvalidType
 from clipless.gradients.capture.watch import watched_buffers
 from clipless.gradients.clipped_sum import clipped_sum, count_records
-from clipless.gradients.randomness import random_state_kept
 from clipless.partition import partition
 from clipless.plan import sensitivity
 from clipless.preflight.handling import HandledBy, observe_rules, registered
 from clipless.preflight.report import HALF_TOLERANCE, TOLERANCE, CheckReport, Handling
+from clipless.random_state import random_state_kept
 
 MOST_RECORDS = 8
 
@@ -37,7 +37,7 @@ def check(
 
     `loss_fn(model, batch)` is the training loss: one loss per record, for `private.backward`, or one number for the batch,
     for `loss.backward()`. That number must be the mean or the sum of the records' losses, as `loss_reduction` says; the
-    check notices if it is not. Only the first few records of the batch are used. The model is left as it was.
+    check notices if it is not. Only the first few records of the batch are used. The model is left unchanged.
 
     The comparison runs without dropout, and in float64 unless the model cannot run in float64 or computes in half precision.
     What is refused becomes a problem in the report, not an exception. Nothing in the report is private.
@@ -134,8 +134,8 @@ def _compare(found: _Found, subject: nn.Module, loss_fn: LossFunction, batch: An
 
 
 def _errors(model: nn.Module, few: Any, loss_fn: LossFunction, how: Clipping, records: int) -> tuple[float, float]:
-    """How far the engine is from the oracle, with clipping and without, as clipping could hide a difference; and how far the
-    clipped sum moves when one record is removed."""
+    """The difference between engine and oracle, with clipping and without, since clipping could hide one; and how far the
+    clipped sum moves if a record is removed."""
     whole = clipped_sum(model, loss_fn, few, how)
     error = relative_error(whole, oracle.clipped_sum(model, loss_fn, few, how))
     plain = relative_error(*(f(model, loss_fn, few, _UNCLIPPED) for f in (clipped_sum, oracle.clipped_sum)))

@@ -30,7 +30,7 @@ class HandledBy:
 
 
 def observe_rules(model: nn.Module, loss_fn: LossFunction, batch: Any, records: int) -> dict[str, HandledBy]:
-    """How the engine handles every parameter that the batch reaches. The model is left as it was."""
+    """How the engine handles every parameter that the batch reaches. The model is left unchanged."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     engine = Engine(model, partition("flat", names), _everything, _nothing, Kernels(), receiver=_NotingReceiver)
     engine.attach()
@@ -55,7 +55,7 @@ def registered(model: nn.Module) -> dict[str, str]:
 
 
 def rule_name(rule: LayerRule) -> str:
-    """A rule's name for people.
+    """A readable name of a rule.
 
     >>> rule_name(rule_of(nn.LayerNorm(3)))
     'layer norm'
@@ -72,7 +72,7 @@ def _nothing(norms: Tensor) -> None:
 
 
 class _NotingReceiver(Receiver):
-    """A receiver that also notes the rule of every gradient."""
+    """A receiver that also records the rule of every gradient."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)

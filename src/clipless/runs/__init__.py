@@ -2,7 +2,7 @@
 
 ledger_file      the format of the ledger: JSON lines in a hash chain; `read_ledger`
 journal          writing the ledger: every event on disk before its result can be seen; replay after a resume
-checkpoint       one file with everything that a run needs to go on
+checkpoint       one file with everything needed to resume a run
 run_folder       the folder of a run: which files it has, whether the run is finished, what can be resumed
 durable_files    writing files atomically and flushing them to disk
 fingerprint      a short digest of the exact bits of a release

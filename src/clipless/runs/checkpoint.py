@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a private run needs to go on, in one file, which is whole or absent.
+"""Checkpoints: everything needed to resume a private run, in one file, which is whole or absent.
 
 The file holds the key of all noise after its step. Only its owner can read it; keep it as secret as the data.
 """
@@ -7,7 +7,6 @@ import hashlib
 import io
 import os
 import pickle
-import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from clipless.errors import DamagedFile, InvalidArgument
+from clipless.random_state import RandomState, random_state_of, set_random_state
 from clipless.runs.durable_files import replace_file
 from clipless.runs.journal import Journal
 
@@ -87,8 +87,8 @@ class Checkpoint:
             )
 
     def restore(self, model: nn.Module, optimizer: Optimizer, rank: int = 0) -> None:
-        """Restore weights, optimizer and the global random states: those of the same rank, which are left as they are if
-        there was none."""
+        """Restore weights, optimizer and the global random states of this rank. Random states are left alone if the
+        checkpoint has none for the rank."""
         model.load_state_dict(self.model)
         optimizer.load_state_dict(self.optimizer)
         states = [self.random, *self.random.get("others", [])]
@@ -96,7 +96,7 @@ class Checkpoint:
             set_random_states(states[rank])
 
 
-def capture(
+def checkpoint_of(
     path: Path,
     journal: Journal,
     model: nn.Module,
@@ -140,12 +140,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def random_states() -> dict[str, Any]:
     """The global random states of torch, NumPy and Python, on which dropout and augmentation depend, as plain values."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    version, words, gauss = random.getstate()
+    state = random_state_of([torch.device("cuda", index) for index in range(torch.cuda.device_count())], ())
+    name, keys, *rest = state.numpy
+    version, words, gauss = state.python
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
+        "torch": state.torch,
+        "cuda": list(state.cuda.values()),
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
         "python": [version, list(words), gauss],
     }
@@ -153,13 +153,17 @@ def random_states() -> dict[str, Any]:
 
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Restore what `random_states` returned."""
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
     name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
+    cuda = states["cuda"] if torch.cuda.is_available() else []
+    state = RandomState(
+        torch=states["torch"],
+        cuda={torch.device("cuda", index): value for index, value in enumerate(cuda)},
+        python=(version, tuple(words), gauss),
+        numpy=(name, keys.numpy().astype(np.uint32), *rest),
+        own=[],
+    )
+    set_random_state(state, ())
 
 
 def _shape(value: object) -> object:

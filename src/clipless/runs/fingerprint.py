@@ -14,9 +14,9 @@ WIDTH = 256
 def fingerprint(tensors: Iterable[Tensor]) -> str:
     """32 hex digits that depend on shapes, types and every bit of the tensors, in order.
 
-    The bits, as 64-bit words in rows of `WIDTH`, are added up along rows and along columns, and the sums are hashed. A
-    change of a single number always changes the digest. So do other changes, unless they were made to cancel along both;
-    a hash of all bits would take ten times as long.
+    The bits, as 64-bit words in rows of `WIDTH`, are summed along rows and along columns, and the sums are hashed. A change
+    of a single number always changes the digest. So do other changes, unless they are made to cancel along both; a hash of
+    all bits would take ten times as long.
 
     >>> x = torch.arange(5.0)
     >>> fingerprint([x]) == fingerprint([x.clone()]), fingerprint([x]) == fingerprint([x.flip(0)])

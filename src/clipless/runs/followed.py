@@ -1,4 +1,4 @@
-"""The ledger file as the ranks see it that do not write it."""
+"""The ledger file on the ranks that do not write it."""
 
 from pathlib import Path
 
@@ -6,16 +6,16 @@ from clipless.accounting.events import Event
 
 
 class FollowedJournal:
-    """Keeps count of the steps that the first rank's journal has still to see repeated after `resume`.
+    """Counts the steps that are still to be repeated after the first rank's journal was resumed.
 
-    Whether a repeated step is the recorded one the first rank finds out, and then no rank shows it.
+    The first rank checks that a repeated step equals the recorded one; if it does not, no rank shows the result.
     """
 
     def __init__(self, path: Path, pending: int = 0) -> None:
         self.path, self.pending = path, pending
 
     def place(self) -> None:
-        """Only the first rank knows."""
+        """Returns None: only the first rank knows it."""
 
     def record(self, event: Event, fingerprint: str | None) -> bool:
         """Returns True for a new event, False for a repeated one, as the first rank's journal does."""
@@ -24,4 +24,4 @@ class FollowedJournal:
         return not repeated
 
     def close(self) -> None:
-        """There is no file to close."""
+        """Does nothing: there is no file."""

@@ -69,7 +69,7 @@ class Journal:
 
     @classmethod
     def resume(cls, path: Path, run: str, position: int, head: str) -> tuple["Journal", LedgerFile]:
-        """The ledger of an interrupted run, to go on after its first `position` events, and its contents."""
+        """The journal of an interrupted run, to be resumed after its first `position` events, and the ledger's contents."""
         if not path.exists():
             raise InvalidArgument(
                 f"the ledger {path} is missing, and without it what was spent after the checkpoint is unknown: put the "
@@ -102,7 +102,7 @@ class Journal:
         return self._pending_steps
 
     def record(self, event: Event, fingerprint: str | None) -> bool:
-        """Put the event on disk. Returns True for a new event, False for a repeated one, which is there already.
+        """Write the event to disk. Returns True for a new event, False for a repeated one, which is there already.
 
         Raises `ReplayDiffers` if a repeated event is not the one recorded; its result must not be shown then.
         """

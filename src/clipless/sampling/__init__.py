@@ -1,1 +1,1 @@
-"""Poisson batches: which records are drawn, how they are fetched, and the loader that hands them out."""
+"""Poisson batches: drawing records, fetching them, and the loader that yields them."""

@@ -66,8 +66,8 @@ class DataLoaderFetcher:
         self._loader = DataLoader(dataset, batch_sampler=self._feed, **{**options, **own})
 
     def __call__(self, parts: Iterator[Tensor], first_draw: int) -> Iterator[Any]:
-        """A DataLoader draws the seed of its workers when a pass begins. From the global generator, that would change the
-        dropout of a run that is resumed in the middle of a pass."""
+        """The workers' seed is not drawn from the global generator, as a DataLoader would when a pass begins: that would
+        change the dropout of a run that is resumed in the middle of a pass."""
         self._generator.manual_seed((torch.initial_seed() + first_draw) % 2**63)
         self._feed.parts = parts
         return iter(self._loader)
@@ -78,7 +78,7 @@ class DataLoaderFetcher:
         return next(iter(DataLoader(self.dataset, batch_sampler=batches, **options)))  # type: ignore[arg-type]
 
     def empty(self) -> Any:
-        """A batch of one record cut down to none. `collate([])` would lose shapes and types, so it is the second choice."""
+        """A batch of one record, emptied. `collate([])` would lose shapes and types, so it is only the fallback."""
         try:
             return emptied(self.collate_fn([self.dataset[0]]))
         except InvalidArgument as refused:
@@ -89,7 +89,7 @@ class DataLoaderFetcher:
 
 
 class _Feed(BatchSampler):
-    """A batch sampler that yields whatever parts it was given for this pass."""
+    """A batch sampler that yields the parts of the current pass."""
 
     parts: Iterator[Tensor]
 
@@ -124,7 +124,7 @@ def source_of(data: object) -> tuple[Dataset[Any], int | None, dict[str, Any]]:
 
 
 def fetcher(dataset: Dataset[Any], options: Mapping[str, Any]) -> Fetcher:
-    """The fastest fetcher that honours the options."""
+    """The fastest fetcher that supports the options."""
     rows = _in_memory(dataset)
     plain = options.get("collate_fn", default_collate) is default_collate and not options.get("pin_memory")
     if rows is not None and plain:
@@ -192,7 +192,7 @@ def _refuse_own_sampling(loader: DataLoader[Any]) -> None:
 
 
 def emptied(batch: Any) -> Any:
-    """A collated batch of one record cut down to none.
+    """A collated batch of one record, emptied.
 
     >>> emptied({"x": torch.ones(1, 3), "name": ["ada"]})
     {'x': tensor([], size=(0, 3)), 'name': []}

@@ -1,7 +1,7 @@
 """Poisson batches: every record is in each batch independently, with the plan's probability.
 
-The loader announces each batch, and each part of it, to a listener before handing it out, so that the privacy engine
-knows which records a gradient may come from and can refuse any other.
+The loader announces each batch, and each part of it, to a listener before yielding it, so that the privacy engine knows
+which records a gradient may come from and can refuse any other.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ from clipless.sampling.poisson import poisson_sample
 
 @dataclass(frozen=True)
 class Batch:
-    """A logical batch, as announced: the number of its draw, its records, how and at what rate they were drawn."""
+    """A logical batch, as announced: number of the draw, number of records, how and at what rate it was drawn."""
 
     draw: int
     records: int
@@ -31,11 +31,11 @@ class Batch:
     sample_rate: float
 
 
-class Listener(Protocol):
-    """Is told of every batch before the training loop sees it."""
+class BatchListener(Protocol):
+    """Is notified of every batch before the training loop gets it."""
 
     def steps_left(self) -> int | None:
-        """Steps until the budget is spent, None for no limit; raises when there are none."""
+        """Steps until the budget is spent, None for no limit; raises if there are none."""
 
     def refuse_unstepped(self) -> None:
         """Raises if the batch that was opened last has not been stepped."""
@@ -50,10 +50,10 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class PoissonSampler:
-    """Draws of record numbers. The same draw gives the same records, whenever it is asked for, until it is forgotten.
+    """Draws of record numbers. A draw can be repeated, with the same records, until it is forgotten.
 
-    With `share=(rank, ranks)` every rank makes the same draw and takes each `ranks`-th of its records, from number `rank`
-    on: together they have the whole draw, and no record twice.
+    With `share=(rank, ranks)` every rank makes the same draw and takes every `ranks`-th record of it, starting with number
+    `rank`: together they have each record of the draw exactly once.
     """
 
     source: NoiseSource
@@ -70,18 +70,18 @@ class PoissonSampler:
         return chosen[rank::ranks]
 
     def forget(self, before: int) -> None:
-        """Earlier draws will not be asked for again."""
+        """Erase the keys of earlier draws, which will not be repeated."""
         self.source.forget_draws(before)
 
 
 class PrivateLoader:
     """Collated Poisson batches. One pass is one epoch; `microbatches(n)` gives the same batches in parts.
 
-    Every batch that is drawn, even an empty one, must be stepped before the next: dropping batches by their contents would
-    not be the sampling of the plan.
+    Every batch that is drawn, even an empty one, must be stepped before the next: if batches were dropped by their contents,
+    the sampling would not be that of the plan.
     """
 
-    def __init__(self, fetch: Fetcher, sampler: PoissonSampler, steps_per_pass: int, listener: Listener) -> None:
+    def __init__(self, fetch: Fetcher, sampler: PoissonSampler, steps_per_pass: int, listener: BatchListener) -> None:
         self.draws = 0
         self._passes = 0
         self._handed_out = 0
@@ -116,11 +116,11 @@ class PrivateLoader:
         return (next(parts) for parts in self._pass(part_size=None))
 
     def microbatches(self, size: int) -> "MicroBatches":
-        """For each logical batch an iterator of parts of at most `size` records: backward each, then step once."""
+        """For each logical batch, an iterator over parts of at most `size` records: backward each, then step once."""
         return MicroBatches(self, whole("the size of a micro-batch", size))
 
     def again(self) -> Any:
-        """The last batch drawn, not yet stepped, from its beginning: use it to go on after an exception in the loop.
+        """The last batch drawn, which has not been stepped, from its beginning: for use after an exception in the loop.
 
         The records are the same; sums accumulated for them are discarded.
         """
@@ -159,7 +159,7 @@ class PrivateLoader:
         return self._announced(deque(_split(torch.cat(self._parts), part_size)), self._fetch.once)
 
     def _announced(self, parts: deque[Tensor], fetch: Callable[[Tensor], Any]) -> Iterator[Any]:
-        """Each part's data, after its announcement. Only the newest iterator is valid: otherwise a part could come
+        """Each part's data, after its announcement. Only the newest iterator is valid: otherwise a part could be yielded
         twice."""
         self._handed_out += 1
         return self._while_newest(self._handed_out, parts, fetch)
@@ -174,14 +174,14 @@ class PrivateLoader:
             try:
                 data = fetch(part) if len(part) else self._fetch.empty()
             except BaseException:
-                self._passes += 1  # workers may be ahead or behind now: the pass cannot go on
+                self._passes += 1  # workers may be ahead or behind now, so the pass cannot continue
                 raise
             self._listener.open_part(len(part))
             yield data
 
 
 class MicroBatches:
-    """The passes of a loader, each logical batch cut into parts."""
+    """The passes of a loader, with each logical batch split into parts."""
 
     def __init__(self, loader: PrivateLoader, size: int) -> None:
         self._loader, self._size = loader, size
@@ -193,7 +193,7 @@ class MicroBatches:
         return self._loader._pass(self._size)
 
     def again(self) -> Iterator[Any]:
-        """The parts of the last batch drawn, not yet stepped, from its beginning."""
+        """The parts of the last batch drawn, which has not been stepped, from its beginning."""
         return self._loader._again(self._size)
 
 

@@ -1,10 +1,10 @@
 """Which records are in a Poisson batch: each independently with the same probability, in time that grows with the batch and
 not with the data set.
 
-Drawn are the gaps between chosen records. The number of records that are passed over before the next one is chosen is
-geometric: floor(log U / log(1 - rate)) with U uniform on (0, 1). U is a real number of which 64 bits are drawn first. Where
-they, and the rounding of the logarithms, leave the whole number open, more bits are drawn and the logarithms are taken in as
-many digits as it takes. So the law is exact, and the result depends on the key alone and on no machine's logarithm.
+What is drawn is the gap between chosen records. The number of records skipped before the next chosen one is geometric:
+floor(log U / log(1 - rate)) with U uniform on (0, 1). U is a real number of which 64 bits are drawn first. If these bits and
+the rounding of the logarithms leave the integer undecided, more bits are drawn and the logarithms are computed to as many
+digits as needed. So the distribution is exact, and the result depends on the key alone, not on a machine's logarithm.
 """
 
 import decimal
@@ -25,7 +25,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 def poisson_sample(key: bytes | bytearray, size: int, rate: float) -> Tensor:
-    """The chosen ones of the records 0, ..., size - 1, in order.
+    """The records drawn from 0, ..., size - 1, in order.
 
     >>> poisson_sample(bytes(32), 4, 1.0)
     tensor([0, 1, 2, 3])
@@ -47,14 +47,14 @@ def poisson_sample(key: bytes | bytearray, size: int, rate: float) -> Tensor:
 
 
 def _gaps(key: bytes | bytearray, first: int, count: int, most: int, rate: float) -> Numbers:
-    """The gaps of these numbers, each at most `most`; `first` and `count` are even, as the cipher gives words by twos."""
+    """The gaps of these numbers, each at most `most`. `first` and `count` are even: a block of the cipher has two words."""
     bits = words(key, first // 2, count)
     # U is between bits/2**64 and (bits + 1)/2**64, and float64 has 53 of its digits.
     u = (bits + 0.5) * 2.0**-64
     per_log = 1 / math.log1p(-rate)
     gaps = np.log(u) * per_log
-    # How far the product can be from the true quotient: by rounding, and by the digits of U that are not drawn yet or were
-    # rounded, which move log U by less than 2**-63 / U and 2**-51.
+    # The error of the product: rounding, and the digits of U that are not drawn yet or were rounded, which change log U by
+    # less than 2**-63 / U and 2**-51.
     error = gaps * _ROUNDING + (2.0**-62 / u + 2.0**-51) * -per_log
     low = np.floor(gaps - error)
     whole = np.minimum(low, most).astype(np.int64)
@@ -66,7 +66,7 @@ def _gaps(key: bytes | bytearray, first: int, count: int, most: int, rate: float
 
 
 def _exact_gap(key: bytes | bytearray, number: int, bits: int, rate: float) -> int:
-    """floor(log U / log(1 - rate)) for the U that begins with these 64 bits, which go on in a keystream of their own."""
+    """floor(log U / log(1 - rate)) for the U that begins with these 64 bits; the next ones are from a separate keystream."""
     known = 64
     while True:
         more = keystream(key, ((number + 1) << 64) + known // 128, 16)

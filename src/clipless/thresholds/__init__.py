@@ -8,7 +8,7 @@ from clipless.thresholds.constant import Constant
 from clipless.thresholds.dc_e import DCE
 from clipless.thresholds.dc_p import DCP
 from clipless.thresholds.decay import Decay
-from clipless.thresholds.policy import Setting, Stairs, State, ThresholdPolicy
+from clipless.thresholds.policy import Setting, State, ThresholdPolicy
 from clipless.thresholds.quantile import Quantile
 
-__all__ = ["DCE", "DCP", "Constant", "Decay", "Quantile", "Setting", "Stairs", "State", "ThresholdPolicy"]
+__all__ = ["DCE", "DCP", "Constant", "Decay", "Quantile", "Setting", "State", "ThresholdPolicy"]

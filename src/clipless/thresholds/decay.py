@@ -9,7 +9,8 @@ from torch import Tensor
 from clipless import defaults
 from clipless.arguments import positive
 from clipless.errors import InvalidArgument
-from clipless.thresholds.policy import Fixed, Setting, Stairs, State, shared_out, within_limits
+from clipless.noise_schedule import NoiseSchedule
+from clipless.thresholds.policy import Fixed, Setting, State, shared_out, within_limits
 
 NOISE_LEVELS = 32
 
@@ -18,8 +19,8 @@ NOISE_LEVELS = 32
 class Decay(Fixed):
     """C_t = start·rho^(t/T), and noise multipliers σ_t = σ_0·noise_rho^(t/T), t from 0.
 
-    The noise schedule moves in at most `NOISE_LEVELS` stairs, so that the ledger composes few different events; each
-    stair has the multiplier of its middle step. It depends only on t, so it costs no privacy.
+    The noise schedule has at most `NOISE_LEVELS` levels, so that the ledger composes few different events; each level has
+    the multiplier of its middle step. It depends only on t, so it costs no privacy.
     """
 
     start: float = defaults.THRESHOLD
@@ -41,9 +42,9 @@ class Decay(Fixed):
     def update(self, state: State, released: Tensor | None, setting: Setting) -> State:
         return {"start": state["start"], "time": state["time"] + 1 / setting.steps}
 
-    def noise_schedule(self, steps: int) -> Stairs:
+    def noise_schedule(self, steps: int) -> NoiseSchedule:
         if self.noise_rho == 1:
             return [(1.0, steps)]
-        stairs = min(steps, NOISE_LEVELS)
-        edges = [steps * stair // stairs for stair in range(stairs + 1)]
+        levels = min(steps, NOISE_LEVELS)
+        edges = [steps * level // levels for level in range(levels + 1)]
         return [(self.noise_rho ** ((first + last - 1) / 2 / steps), last - first) for first, last in pairwise(edges)]

@@ -1,14 +1,15 @@
 """The protocol of all threshold policies, and what a policy knows about its run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from clipless.noise_schedule import NoiseSchedule
+
 State = Mapping[str, Tensor]
-Stairs = Sequence[tuple[float, int]]
 
 LEAST, MOST = 1e-10, 1e10
 
@@ -51,8 +52,8 @@ class ThresholdPolicy(Protocol):
     def update(self, state: State, released: Tensor | None, setting: Setting) -> State:
         """The state after a step, from the noised statistic."""
 
-    def noise_schedule(self, steps: int) -> Stairs:
-        """The noise multipliers of a run's steps, relative to the planned one, as stairs (relative, number of steps)."""
+    def noise_schedule(self, steps: int) -> NoiseSchedule:
+        """The noise multipliers of a run's steps, relative to the planned one, each with its number of steps."""
 
 
 class Fixed:
@@ -67,7 +68,7 @@ class Fixed:
     def update(self, state: State, released: Tensor | None, setting: Setting) -> State:
         return state
 
-    def noise_schedule(self, steps: int) -> Stairs:
+    def noise_schedule(self, steps: int) -> NoiseSchedule:
         return [(1.0, steps)]
 
 

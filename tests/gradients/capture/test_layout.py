@@ -13,7 +13,7 @@ import clipless
 from clipless import oracle
 from clipless.gradients.capture.layout import signature
 from clipless.gradients.capture.stand_ins import stand_in
-from clipless.gradients.records import readings, resized, telling_records, telling_sizes
+from clipless.gradients.records import needed_records, readings, resized, unused_sizes
 from clipless.preflight import relative_error
 
 T, D = 4, 6
@@ -76,8 +76,8 @@ def test_a_probe_has_every_kind_of_record_of_every_mask() -> None:
     one[5, 0], other[7, 1] = False, 1
     values, module = (torch.randn(9, T), one, other), nn.Linear(2, 2)
     reading = next(readings(values, 9))
-    needed = telling_records(values, reading)
-    for size in telling_sizes(values, module, 9, len(needed)):
+    needed = needed_records(values, reading)
+    for size in unused_sizes(values, module, 9, len(needed)):
         _, first, second = resized(values, reading, size, needed)
         assert len(first) == size
         assert not first.all()

@@ -16,9 +16,12 @@ from torch.utils.data import TensorDataset
 
 import clipless
 from clipless import CliplessError, Misuse, UnsupportedModule
-from clipless.gradients.checks.seeds import impurity, seed_passes, sketch
-from clipless.gradients.forms import Instantiated
-from problems import PROBLEMS, Problem
+from clipless.gradients.checks.records import Trial
+from clipless.gradients.checks.seeds import IMPURE, impurity, named_records, seed_passes, sketch
+from clipless.gradients.checks.self_check import CheckSchedule
+from clipless.gradients.forms import Form, Instantiated
+from problems import PROBLEMS, Problem, losses
+from self_checking import self_checked
 
 RECORDS, CLASSES = 6, 3
 
@@ -175,6 +178,35 @@ class CentredConstants(Attends):
         return self.b(h - h.mean(0).detach())
 
 
+class CentredWithDropout(Attends):
+    """The same where random numbers are drawn, so that as many rows must go in again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.a(x), 0.3)
+        return self.b(h - h.mean(0).detach())
+
+
+class FirstConstant(Attends):
+    """The values of the first record enter all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h + 0.1 * h[:1].detach())
+
+
+class LongestConstant(Attends):
+    """All records are divided by the largest number of any."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h / h.detach().abs().max())
+
+
+class DividedByTheirNumber(Attends):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) / len(x))
+
+
 class FirstRecord(Attends):
     """Every record is added to the first one's."""
 
@@ -194,7 +226,8 @@ class Crossing(nn.Module):
         return self.last((x * self.scale).roll(1, 0) + x)
 
 
-MIXING = [Attends, Permutes, CentredData, CentredActivations, CentredConstants, FirstRecord, Crossing]
+MIXING = [Attends, Permutes, CentredData, CentredActivations, CentredConstants, CentredWithDropout, FirstConstant]
+MIXING += [LongestConstant, DividedByTheirNumber, FirstRecord, Crossing]
 
 
 @MODES
@@ -495,7 +528,7 @@ def test_no_two_records_have_the_same_seeds() -> None:
         assert len(set(zip(*(seeds.tolist() for seeds in passes), strict=True))) == records
 
 
-@pytest.mark.parametrize("share", [1e-1, 1e-3, 1e-5])
+@pytest.mark.parametrize("share", [1e-1, 1e-5, 1e-11])
 def test_a_small_share_of_another_record_is_found(share: float) -> None:
     """Seeds that differ by a factor of up to 2**31 make much of little."""
     torch.manual_seed(0)
@@ -504,5 +537,54 @@ def test_a_small_share_of_another_record_is_found(share: float) -> None:
     mixing = torch.eye(RECORDS) + share * torch.ones(RECORDS, RECORDS)
     plain = torch.einsum("ab,brd->ard", mixing, own)
     seeded = torch.einsum("ab,b,brd->ard", mixing, seeds, own)
-    assert impurity(sketch(plain, 0), sketch(seeded, 0), seeds) > 1e-3
+    assert impurity(sketch(plain, 0), sketch(seeded, 0), seeds) > IMPURE
     assert impurity(sketch(own, 0), sketch(own * seeds.view(-1, 1, 1), 0), seeds) == 0
+
+
+class Counts(nn.Linear):
+    """Every pass gives more than the one before."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(x) * (1 + 0.2 * self.passes)
+
+
+@pytest.mark.parametrize("name", ["0.weight", "0.bias", "2.weight", "2.bias"])
+def test_every_parameter_is_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is whose gradient does not arrive."""
+    add = Trial.add
+
+    def lossy(self: Trial, own: str, form: Form, like: Tensor) -> None:
+        if own != name:
+            add(self, own, form, like)
+
+    monkeypatch.setattr(Trial, "add", lossy)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    with pytest.raises(UnsupportedModule, match=f"gradient of parameter '{name}' is not"):
+        self_checked(model, losses, (torch.randn(6, 4), torch.arange(6) % 3), 6, per_record=True)
+
+
+@pytest.mark.parametrize("per_record", [True, False])
+def test_a_pass_that_cannot_be_repeated_is_refused(per_record: bool) -> None:
+    """On one record, of which nothing else could tell."""
+    with pytest.raises(UnsupportedModule, match="gave two different outputs"):
+        self_checked(Counts(4, 3), losses, (torch.ones(1, 4), torch.zeros(1, dtype=torch.long)), 1, per_record)
+
+
+def test_checks_come_at_the_first_two_batches_and_at_powers_of_two() -> None:
+    """Of those with two records or more; a single record is checked for what it can show."""
+    schedule = CheckSchedule()
+    assert [number for number in range(1, 70) if schedule.due(5)] == [1, 2, 4, 8, 16, 32, 64]
+    fresh = CheckSchedule()
+    assert [fresh.due(records) for records in (0, 1, 5, 0, 5, 1, 5)] == [False, True, True, False, True, True, False]
+
+
+def test_a_share_is_found_in_rows_much_smaller_than_others() -> None:
+    """A row of 1e-4 beside one of 1, with one part in a hundred of another record: rounding is a hundred times less."""
+    plain, seeds = torch.tensor([1.0, 1e-4]).view(2, 1, 1), torch.tensor([1.0, 2.0])
+    seeded = plain * torch.tensor([1.0, 2.02]).view(2, 1, 1)
+    assert impurity(plain, seeded, seeds) > IMPURE
+    assert named_records(plain, [seeded], [seeds]) is None

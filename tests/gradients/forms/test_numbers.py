@@ -227,6 +227,30 @@ def test_a_hundred_thousand_equal_records_add_up(parts: int) -> None:
     assert float(off.norm()) < 0.05
 
 
+@pytest.mark.parametrize("sizes", [[6], [1, 3, 2]])
+def test_means_and_sums_of_losses_give_the_same_sum(sizes: list[int]) -> None:
+    """The engine undoes the mean's division by the part, and divides by nothing."""
+    clipping, batch = clipless.abadi(), torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    for averaged in (True, False):
+        model, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+        twin.load_state_dict(model.state_dict())
+        engine = Engine(
+            model,
+            partition("flat", ["weight", "bias"]),
+            lambda norms, groups: clipping.rule(norms, torch.ones(1, 1)),
+            None,
+            Kernels(),
+        )
+        engine.attach()
+        for x in batch.split(sizes):
+            engine.open(len(x), averaged=averaged)
+            losses = output_sums(model, x)
+            (losses.mean() if averaged else losses.sum()).backward()
+        found = engine.complete()["weight"]
+        engine.detach()
+        torch.testing.assert_close(found, oracle.clipped_sum(twin, output_sums, batch, clipping).grads["weight"])
+
+
 def test_sums_can_be_read_between_the_parts() -> None:
     model, twin, clipping = nn.Linear(3, 2), nn.Linear(3, 2), clipless.abadi()
     twin.load_state_dict(model.state_dict())

@@ -8,13 +8,14 @@ from types import MappingProxyType
 from clipless import arguments, defaults
 from clipless.accounting.calibrate import OutOfReach, search
 from clipless.accounting.events import StepEvent
-from clipless.accounting.schedule import Stairs, scheduled_multiplier
+from clipless.accounting.schedule import scheduled_multiplier
 from clipless.accounting.selection.grid_search import GridSearch
 from clipless.accounting.selection.liu_talwar import LiuTalwar
 from clipless.accounting.selection.method import Run, SelectionMethod, guarantee
 from clipless.accounting.selection.papernot_steinke import PapernotSteinke
 from clipless.arguments import named, whole
 from clipless.errors import InvalidArgument
+from clipless.noise_schedule import NoiseSchedule
 from clipless.rounding import rounded_up
 
 METHODS: Mapping[str, type[SelectionMethod]] = MappingProxyType(
@@ -27,24 +28,24 @@ MOST_NOISE = 1e6
 
 @dataclass(frozen=True)
 class RunShape:
-    """A run without its noise multiplier: `stairs` are (relative noise multiplier, steps), in order.
+    """A run without its noise multiplier: `schedule` has (relative noise multiplier, steps), in order.
 
     >>> RunShape.of(sample_rate=0.1, steps=20).run(2.0)
     ((StepEvent(sample_rate=0.1, gradient_multiplier=2.0, statistic_multipliers=(), projections=None), 20),)
     """
 
     sample_rate: float
-    stairs: tuple[tuple[float, int], ...]
+    schedule: tuple[tuple[float, int], ...]
 
     @classmethod
-    def of(cls, sample_rate: float, steps: int, stairs: Stairs | None = None) -> "RunShape":
+    def of(cls, sample_rate: float, steps: int, schedule: NoiseSchedule | None = None) -> "RunShape":
         """A run of `steps` steps, all alike or by a schedule."""
-        parts = ((1.0, arguments.step_count(steps)),) if stairs is None else tuple(stairs)
+        parts = ((1.0, arguments.step_count(steps)),) if schedule is None else tuple(schedule)
         return cls(arguments.rate(sample_rate), parts)
 
     def run(self, noise_multiplier: float) -> Run:
         """What the run releases when its first step has this noise."""
-        return tuple((StepEvent(self.sample_rate, noise_multiplier * rel), count) for rel, count in self.stairs)
+        return tuple((StepEvent(self.sample_rate, noise_multiplier * rel), count) for rel, count in self.schedule)
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def cheapest(priced: Sequence[SingleRun]) -> SingleRun:
 
 def _alone(method: SelectionMethod, shape: RunShape, target: float, delta: float, accountant: str) -> float:
     """The least noise if all candidates had this shape."""
-    untuned = scheduled_multiplier(target, delta, shape.sample_rate, shape.stairs, accountant)
+    untuned = scheduled_multiplier(target, delta, shape.sample_rate, shape.schedule, accountant)
 
     def spent(scale: float) -> float:
         return method.epsilon([shape.run(scale * untuned)] * method.candidates, delta, accountant)

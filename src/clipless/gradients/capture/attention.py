@@ -1,4 +1,4 @@
-"""Multi-head attention written out in operations that each meet one parameter, so that each can be tapped."""
+"""Multi-head attention as a sequence of operations with at most one parameter each, so that each can be tapped."""
 
 import math
 from typing import Any
@@ -73,7 +73,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 def _mask(
     attn: Tensor | None, padding: Tensor | None, batch: int, heads: int, keys: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Both masks as one to be added to the scores, [b,h,t,s] or broadcast to it; added keys are always seen."""
+    """Both masks as one to be added to the scores, [b,h,t,s] or broadcast to it; added keys are never masked."""
     parts = []
     if attn is not None:
         attn = _additive(attn, dtype)

@@ -14,12 +14,13 @@ from clipless.gradients.trees import Dims, Shapes
 
 @dataclass(slots=True)
 class Call:
-    """A call of a module whose output is tapped. Autograd keeps its tensors, and watches their versions.
+    """A call of a module whose output is tapped. Autograd saves its tensors and checks their versions.
 
-    `wanted` are the parameters whose gradients are taken. Without a `spec` the module was called with `tensors` alone; with
-    one, `leaves` are its flattened arguments and what a takeover saved. `unsure` is set where only the sizes of the inputs'
-    `shapes` and of the outputs told where the records lie: seeds then decide, and `learn` remembers it. With `rows`, these
-    lie along the dimensions, in any order, and seeds tell the `record` of each; without a dimension the whole is one row.
+    `wanted`: the parameters whose gradients are computed. Without a `spec` the module was called with `tensors` alone; with
+    one, `leaves` are its flattened arguments and what a takeover saved. `unsure`: where the records lie is known from sizes
+    alone; seeds then decide, and `learn` remembers it for inputs of these `shapes`. With `rows`, the call has that many
+    rows, in any order, along the dimensions given (without a dimension the whole tensor is one row), and seeds identify
+    the `record` of each.
     """
 
     receive: Callable[["Call", tuple[Tensor, ...], tuple[Tensor, ...]], None]
@@ -40,7 +41,7 @@ class Call:
     record: Tensor | None = None
 
     def settle(self, dims: Dims) -> None:
-        """The outputs' records lie along these dimensions, and so do those of the inputs that have as many there."""
+        """The records lie along these dimensions of the outputs, and of the inputs that have the same size there."""
         (old, *_), (new, *_) = self.out_dims, dims
         if old != new and old is not None and new is not None:
             moved = [

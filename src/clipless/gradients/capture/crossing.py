@@ -29,16 +29,16 @@ from clipless.gradients.trees import Dims, differentiable
 
 Function = Callable[..., Any]
 
-# What the gradients of single rows may be apart from that of all, relative to their lengths.
-TOGETHER = 1e-3
+# By how much the sum of the rows' gradients may differ from the gradient of the whole, relative to their norms.
+ROWS_TOLERANCE = 1e-3
 
-# What stands for a traced tensor, a plain tensor and the number of records among an operation's arguments.
+# Placeholders for a traced tensor, a plain tensor and the number of records among an operation's arguments.
 TRACED, PLAIN, RECORDS = (type(name, (), {})() for name in ("TRACED", "PLAIN", "RECORDS"))
 
 
 @dataclass(frozen=True)
 class Root:
-    """A parameter as operations on traced tensors see it: a leaf of a graph of its own."""
+    """A parameter that traced tensors are computed from: a leaf of their graph."""
 
     name: str
     owner: str
@@ -82,7 +82,7 @@ class Crossing:
         self._leaves, self._tensor_dims = leaves, list(dims)
 
     def settle(self, dims: Dims) -> None:
-        """Nothing is left to settle: operations that no probe has seen are refused."""
+        """Does nothing: operations that no probe has met are refused, so their layout is always known."""
 
     def forms(
         self, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], records: int
@@ -93,7 +93,7 @@ class Crossing:
         if self.func in _EXPERTS:
             stack = _experts(self, floats, grads[0], records)
             if stack is None:
-                raise messages.untold_rows(self.owner)
+                raise messages.unidentified_rows(self.owner)
             return list(_to_roots(self.traced[0], stack))
         quick = _QUICK.get(self.func)
         found = quick(self, floats, grads[0]) if quick else None
@@ -124,8 +124,8 @@ class Crossing:
         return args, kwargs
 
     def _refuse_rows_together(self, tensors: list[Tensor], grads: tuple[Tensor, ...], found: list[Tensor]) -> None:
-        """Nothing says that an operation takes every row by itself: refused if the gradients of the rows do not add up to
-        that of the operation as it was."""
+        """Raise if the operation does not treat every row by itself, that is, if the gradients of the rows do not add up to
+        the gradient of the whole operation."""
         values = [at_least_float32(tensor.value.detach()).requires_grad_() for tensor in self.traced]
         args, kwargs = self.arguments(values, list(tensors), records=self.rows)
         with torch.enable_grad():
@@ -134,7 +134,7 @@ class Crossing:
         whole = torch.autograd.grad(outputs, values, arrived, allow_unused=True)
         for rows, total in zip(found, whole, strict=True):
             apart = rows.sum(0) if total is None else rows.sum(0) - total
-            if _length(apart) > TOGETHER * max(_length(rows), 0.0 if total is None else _length(total)):
+            if _length(apart) > ROWS_TOLERANCE * max(_length(rows), 0.0 if total is None else _length(total)):
                 raise messages.rows_together(self.owner)
 
     def _pulled_back(self, tensors: list[Tensor], grads: tuple[Tensor, ...]) -> list[Tensor]:
@@ -157,7 +157,7 @@ def _length(tensor: Tensor) -> float:
 
 
 def _to_roots(tensor: FromParameters, form: Form) -> list[tuple[str, Form]]:
-    """From the per-sample gradients of a traced tensor to those of the parameters it was computed from."""
+    """The per-sample gradients of the parameters that a traced tensor was computed from, given its own."""
     if tensor.value.is_leaf:
         return [(tensor.roots[0].name, form)]
     direct = _directly(tensor, form)
@@ -173,7 +173,7 @@ def _to_roots(tensor: FromParameters, form: Form) -> list[tuple[str, Form]]:
 
 
 def _directly(tensor: FromParameters, form: Form) -> Form | None:
-    """The form of the parameter itself where the traced tensor is a slice of it, or has its last dimensions transposed."""
+    """The parameter's form, if the traced tensor is a slice of it or has its last two dimensions transposed; else None."""
     node = tensor.value.grad_fn
     if node is None or len(tensor.roots) > 1 or getattr(node.next_functions[0][0], "variable", None) is None:
         return None

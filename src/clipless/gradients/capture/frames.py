@@ -1,30 +1,36 @@
-"""Modules whose forward is running: what capture has changed for that time, and how it is put back."""
+"""Modules whose forward is running: what was changed for its duration, and how it is undone."""
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from clipless.gradients.capture.layout import Place
+from clipless.gradients.capture.messages import draws_at_random
+from clipless.gradients.capture.micro_batch import MicroBatch
 from clipless.gradients.capture.model_map import Layer, ModelMap
+from clipless.gradients.capture.patterns import CallPattern
 from clipless.gradients.capture.traced import Operations, Traced, root
-from clipless.gradients.randomness import RandomState
+from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.recurrent.takeover import Takeover
 from clipless.gradients.trees import Dims
+from clipless.random_state import RandomState, random_state_of, same_random_state
 
 
 @dataclass(slots=True)
 class Frame:
     """A call of a module that has not returned.
 
-    `armed` says that autograd records it, `inside` that it or a call around it is armed. `dims` and `out_dims` say where the
-    records lie in its input and output; `unsure` that sizes alone told so; `has_rows` that its rows are not the
-    records, and `rows` how many they are; `along` that both are one tensor with the records
-    along this dimension. With a `stand_in` it is the outermost call, and
-    the input of an empty batch was replaced.
+    `armed`: autograd records it; `inside`: it or an enclosing call is armed. `dims` and `out_dims`: where the records lie in
+    its inputs and outputs; `unsure`: this is known from sizes alone. `has_rows`: its rows are not the records, and `rows` is
+    their number. `along`: input and output are single tensors with the records along this dimension. `stand_in`: it is
+    the outermost call, and the input of an empty batch was replaced. `turned_off`: its frozen parameters. `replaced`: the
+    parameters that traced tensors replace; `lent`: the traced tensors that parameters replace again inside the call.
     """
 
     layer: Layer
@@ -45,7 +51,7 @@ class Frame:
     random_state: RandomState | None = None
 
     def trace_parameters(self, parameters: dict[str, nn.Parameter], operations: Operations) -> None:
-        """Replace the parameters that the module uses itself by traced tensors while it runs."""
+        """Replace the module's own parameters by traced tensors while it runs."""
         for path, name in self.layer.own.items():
             self._replace(self.layer, path, parameters[name], name, operations)
 
@@ -57,14 +63,14 @@ class Frame:
             self.replaced.append((holder, local, parameter))
 
     def trace_strays(self, model: ModelMap, strays: Collection[str], operations: Operations) -> None:
-        """Replace these parameters by traced tensors wherever they are, while the whole model runs."""
+        """Replace these parameters by traced tensors in every module, while the whole model runs."""
         for layer in model.layers.values():
             for path, name in layer.own.items():
                 if name in strays:
                     self._replace(layer, path, model.parameters[name], name, operations)
 
-    def lend_strays(self, strays: Collection[str], parameters: dict[str, nn.Parameter]) -> None:
-        """Give the module its own parameters while it runs, where traced tensors stand for them in the rest of the model."""
+    def use_own_strays(self, strays: Collection[str], parameters: dict[str, nn.Parameter]) -> None:
+        """Give the module its own parameters back while it runs; the rest of the model keeps the traced tensors."""
         for path, name in self.layer.own.items():
             prefix, _, local = path.rpartition(".")
             holder = self.layer.module.get_submodule(prefix)
@@ -74,7 +80,7 @@ class Frame:
                 self.lent.append((holder, local, traced))
 
     def put_back(self) -> None:
-        """Undo everything that was turned off or replaced."""
+        """Unfreeze and restore the parameters that were frozen or replaced."""
         if self.takeover is not None:
             self.takeover.end()
         for parameter in self.turned_off:
@@ -84,6 +90,12 @@ class Frame:
         for holder, local, parameter in self.replaced:
             holder._parameters[local] = parameter
 
+    def refuse_random(self) -> None:
+        """Raise if the module has drawn random numbers: recomputed record by record, it would not give the same output."""
+        before = self.random_state
+        if before is not None and not same_random_state(before, random_state_of(before.cuda, ())):
+            raise draws_at_random(self.layer.name)
+
 
 @dataclass
 class OperationCounter:
@@ -92,12 +104,34 @@ class OperationCounter:
     _counts: dict[tuple[str, str, int], int] = field(default_factory=dict)
 
     def place(self, owner: str, inside: Place) -> Place:
-        """The operands of the next operation with parameters of `owner` in that call."""
+        """The place of the operands of the next operation with parameters of `owner` in that call."""
         key = (owner, inside.name, inside.call)
         self._counts[key] = self._counts.get(key, 0) + 1
         return Place(owner, inside.call, "operand", self._counts[key], inside.name)
 
 
+@dataclass
+class CurrentPass:
+    """What is known of the forward pass that is running: its pattern, the modules that it is in (`frames`), and how often
+    each has been called.
+
+    Taps hang on `anchor`. Without a `forward_pass` a part of the model is being computed again, in the backward pass.
+    """
+
+    pattern: CallPattern
+    forward_pass: ForwardPass | None = None
+    anchor: Tensor = field(default_factory=partial(torch.zeros, (), requires_grad=True))
+    frames: list[Frame] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+    operations: OperationCounter = field(default_factory=OperationCounter)
+
+    def route(self, micro: MicroBatch) -> None:
+        """Note that the micro-batch has rows that are not its records."""
+        micro.routed = True
+        if self.forward_pass is not None:
+            self.forward_pass.routed = True
+
+
 def unseen_by_checkpoints() -> AbstractContextManager[Any]:
-    """Inside, what autograd saves is not counted by a checkpoint around the model."""
+    """Hide from a checkpoint around the model what autograd saves inside."""
     return saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)

@@ -1,4 +1,4 @@
-"""Where torch calls clipless: hooks on every module of a model, and the tap on a module's output, which hands the output's
+"""Where torch calls clipless: hooks on every module of a model, and the tap on a module's output, which passes the output's
 gradient to the receiver."""
 
 import weakref
@@ -19,20 +19,20 @@ from clipless.gradients.layers.rule import reweighted
 
 
 class Listener(Protocol):
-    """Who is told of every call of a module."""
+    """Is notified of every call of a module."""
 
     def enter(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before the call. Returns the arguments to take instead, or None."""
+        """Before the call. Returns replacement arguments, or None."""
 
     def leave(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """After the call, with `output` None if it failed. Returns the output to take instead, or None."""
+        """After the call; `output` is None if it failed. Returns a replacement output, or None."""
 
 
 class Hooks:
     """Forward hooks on the modules of a model, and hooks on its parameters that refuse gradients which bypass the taps.
 
     `stray(name)` is what to raise for such a gradient. Without a `listener` modules run as if there were no hooks. In a pass
-    on an `empty` batch no parameter has a gradient but zero, whichever way it takes.
+    on an `empty` batch, gradients of zero may bypass the taps.
     """
 
     def __init__(self, model: ModelMap, stray: Callable[[str], Exception] = stray_parameter) -> None:
@@ -42,7 +42,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Put the hooks on the model, or raise and put none."""
+        """Register the hooks on the model, or raise and register none."""
         for layer in self._model.layers.values():
             refuse_compiled(layer.module, layer.name)
             refuse_module(layer.module, layer.name)
@@ -57,13 +57,13 @@ class Hooks:
             self._handles.append(parameter.register_hook(_refuse_stray(weakref.ref(self), name, self._stray)))
 
     def detach(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def intact(self) -> bool:
-        """Whether every hook is still in its place."""
+        """Whether every hook is still registered."""
         for handle in self._handles:
             if handle.id not in (handle.hooks_dict_ref() or ()):
                 return False
@@ -71,7 +71,7 @@ class Hooks:
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Let modules run plainly inside."""
+        """Inside, modules run as if there were no hooks."""
         listener, self.listener = self.listener, None
         try:
             yield
@@ -80,11 +80,11 @@ class Hooks:
 
 
 class Unscriptable(Misuse, AttributeError):
-    """A hook has no name that TorchScript could call it by."""
+    """torch.jit.script was called on a model with hooks."""
 
 
 class Hook:
-    """A hook that stays behind when its model is copied or pickled: the copy is a plain model."""
+    """A hook that is not copied or pickled with its model: the copy is a plain model."""
 
     def __init__(self, hooks: Hooks, layer: Layer) -> None:
         self._hooks, self._layer = hooks, layer
@@ -103,7 +103,7 @@ class Hook:
 
 
 class EnterHook(Hook):
-    """Before a module's forward. Where torch.compile only looks at the code, raising makes it leave the module alone."""
+    """Before a module's forward. Raises while torch.compile traces or runs the model."""
 
     def __call__(self, module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
@@ -125,7 +125,8 @@ class LeaveHook(Hook):
 def _refuse_stray(
     hooks: "weakref.ref[Hooks]", name: str, stray: Callable[[str], Exception]
 ) -> Callable[[Tensor], None]:
-    """Autograd holds this hook where the garbage collector cannot see it: a strong reference would never be freed."""
+    """A hook that raises if the parameter's gradient bypasses the taps. The reference is weak because the garbage collector
+    does not see hooks that autograd holds: a strong one would never be freed."""
 
     def refuse(grad: Tensor) -> None:
         found = hooks()
@@ -140,11 +141,12 @@ def _left_behind() -> Callable[..., None]:
 
 
 def _no_hook(*args: Any) -> None:
-    """What is left of a hook in a copy of the model."""
+    """Replaces a hook in a copy of the model."""
 
 
 class Tap(torch.autograd.Function):
-    """Identity on outputs. `detach` shares storage and version, and is not a view: in-place use works."""
+    """Identity on outputs. `detach` shares storage and version counter without making a view, so outputs may be changed in
+    place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, call: Any, *outputs: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
-"""Along which dimension of each tensor the records lie, wherever a parameter meets them.
+"""The dimension along which the records lie, for every tensor that meets a parameter.
 
-A size that equals the number of records may be a coincidence (a table of 32 positions, a batch of 32), and reading
-positions as records would bound the wrong thing. So two probe passes with other numbers of records precede the first
-batch: what changes its size carries records. Nothing else is kept of a probe, and it leaves the random state as it was.
+A size that equals the number of records may be a coincidence (32 positions in a batch of 32), and taking positions for
+records would bound the wrong norm. So the model is first run twice on other numbers of records: a dimension that changes
+its size carries records. Only shapes are kept of these probes, and the random state is restored.
 """
 
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ OPERATION = ("operand", "result")
 
 
 class Place(NamedTuple):
-    """The inputs or outputs of a module's numbered call in a forward pass, or the operands or results of a numbered
-    operation with its parameters; then `call` and `operation` count within the module `inside` which that happens."""
+    """The inputs or outputs of the n-th call of a module in a forward pass, or the operands or results of the n-th operation
+    with its parameters inside a call of the module `inside`."""
 
     name: str
     call: int
@@ -33,14 +33,14 @@ class Place(NamedTuple):
         return Place(self.name, self.call, "output")
 
     def first(self) -> "Place":
-        """The same place in the module's first call. It stands for calls that no probe saw: parts of the model that are
-        computed again in the backward pass."""
+        """The same place in the module's first call. Used for calls that no probe saw, such as parts of the model that are
+        recomputed in the backward pass."""
         return self._replace(call=1)
 
 
 class Layout:
-    """What probes have taught about the tensors at each place. `strays` are the parameters that the last two passes used
-    outside their module's forward, and `given_up` the modules with operations that cannot be tapped."""
+    """What probes have found out about the tensors at each place. `strays`: parameters that the last two passes used outside
+    their module's forward. `given_up`: modules with operations that cannot be tapped."""
 
     def __init__(self) -> None:
         self._passes: list[dict[Place, Shapes]] = []
@@ -57,7 +57,7 @@ class Layout:
         self._rows.clear()
 
     def drop_passes(self) -> None:
-        """Forget probe passes, finished or not."""
+        """Forget the probe passes that have not been compared."""
         self._passes, self._sizes, self.given_up = [], [], set()
         self.strays = set()
 
@@ -67,14 +67,14 @@ class Layout:
         self._sizes.append(size)
 
     def note(self, place: Place, shapes: Shapes) -> None:
-        """Remember the shapes that the present pass sees."""
+        """Record the shapes at a place in the current pass."""
         self._passes[-1][place] = shapes
 
     def give_up(self, name: str) -> None:
-        """An operation of this module in the present pass cannot be tapped."""
+        """Record that an operation of this module cannot be tapped."""
         self.given_up.add(name)
 
-    def settle(self) -> set[str]:
+    def compare_passes(self) -> set[str]:
         """Compare the two passes. Returns the modules whose operations differed between them, or were given up."""
         (one, other), sizes, given_up, strays = self._passes, tuple(self._sizes), self.given_up, self.strays
         self.drop_passes()
@@ -95,12 +95,12 @@ class Layout:
     def _uneven(
         self, place: Place, one: dict[Place, Shapes], other: dict[Place, Shapes], sizes: tuple[int, ...]
     ) -> bool:
-        """Whether a place has other numbers of rows for each record in the two passes: data decide on them."""
+        """Whether the number of rows per record differs between the two passes, that is, depends on the data."""
         found = zip(one[place], other[place], self._dims.get(place, ()), strict=False)
         return any(dim is not None and dim >= 0 and a[dim] * sizes[1] != b[dim] * sizes[0] for a, b, dim in found)
 
     def _note_rows(self, place: Place, passes: tuple[Shapes, Shapes], sizes: tuple[int, ...]) -> None:
-        """Remember which tensors at a place have other rows than the records, if any."""
+        """Record which tensors at a place have rows that are not the records."""
         pairs = [_apart(shapes, self._dims[place], size) for shapes, size in zip(passes, sizes, strict=True)]
         rows = tuple(not (one and other) for one, other in zip(*pairs, strict=True))
         if any(rows):
@@ -109,38 +109,38 @@ class Layout:
             self._rows.pop(place, None)
 
     def without_records(self) -> set[str]:
-        """The modules of which some call had no input that carries records."""
+        """The modules that were called at least once without an input that carries records."""
         inputs = {place: dims for place, dims in self._dims.items() if place.side == "input"}
         return {place.name for place, dims in inputs.items() if all(dim is None for dim in dims)}
 
     def knows(self, place: Place) -> bool:
-        """Whether the place was met, in this call or the module's first."""
+        """Whether a probe met the place, in this call or the module's first."""
         return self.known(place) is not None
 
     def known(self, place: Place) -> Dims | None:
-        """What was learned of a place; None if it was never met."""
+        """The dimensions found by probes; None if no probe met the place."""
         return self._dims[place] if place in self._dims else self._dims.get(place.first())
 
     def learn(self, place: Place, dims: Dims, out_dims: Dims) -> None:
-        """Records lie along these dimensions of a call's inputs and outputs."""
+        """Record that the records lie along these dimensions of a call's inputs and outputs."""
         self._dims[place], self._dims[place.output()] = dims, out_dims
 
     @property
     def has_rows(self) -> bool:
-        """Whether records lie together with positions anywhere."""
+        """Whether any tensor has rows that are not the records."""
         return bool(self._rows)
 
     def modules_with_rows(self) -> set[str]:
-        """The modules that take or return records which lie together with positions."""
+        """The modules that take or return tensors whose rows are not the records."""
         return {place.name for place in self._rows}
 
-    def sure(self, place: Place, shapes: Shapes) -> bool:
-        """Whether the place was met with as many tensors; if not, `dims` goes by sizes alone."""
+    def was_probed(self, place: Place, shapes: Shapes) -> bool:
+        """Whether a probe met the place with as many tensors; if not, `dims` goes by sizes alone."""
         return len(self.known(place) or ()) == len(shapes)
 
     def dims(self, place: Place, shapes: Shapes, records: int) -> Dims | None:
-        """For each tensor at the place the dimension along which its records lie, None if it carries none. None altogether
-        if its rows are not the records."""
+        """The dimension of the records in each tensor at the place, None for a tensor without records. Returns None if the
+        rows are not the records."""
         known = self.known(place)
         if known is None or len(known) != len(shapes):
             by_size = dims_by_size(shapes, records)
@@ -148,7 +148,7 @@ class Layout:
         return None if self._has_rows(place) or not all(_apart(shapes, known, records)) else known
 
     def row_dims(self, place: Place, shapes: Shapes) -> Dims:
-        """For each tensor at a place whose rows are not the records the dimension along which these rows lie."""
+        """The dimension of the rows in each tensor at a place whose rows are not the records."""
         known = self.known(place)
         if known is None or len(known) != len(shapes):
             return tuple(0 if shape else None for shape in shapes)
@@ -156,7 +156,7 @@ class Layout:
         return tuple(None if dim is None or not shape else dim if 0 <= dim < len(shape) else 0 for shape, dim in pairs)
 
     def output_dims(self, place: Place, shapes: Shapes, records: int) -> Dims:
-        """As `dims`, with None also where records have no dimension of their own."""
+        """As `dims`, but with None for each tensor whose rows are not the records."""
         known = self.known(place)
         if known is None or len(known) != len(shapes):
             return tuple(None for _ in shapes)
@@ -165,13 +165,12 @@ class Layout:
         return tuple(dim if own and not other else None for dim, own, other in zip(known, apart, rows, strict=True))
 
     def _has_rows(self, place: Place) -> tuple[bool, ...] | None:
-        """Which tensors at the place have other rows than the records, in this call or the module's first."""
+        """Which tensors at the place have rows that are not the records, in this call or the module's first."""
         return self._rows.get(place if place in self._dims else place.first()) if self._rows else None
 
 
 def dims_by_size(shapes: Shapes, records: int, multiples: bool = False) -> Dims:
-    """For each shape the first dimension of that size, or else the first of a multiple of it if these count; None if it
-    has none."""
+    """For each shape the first dimension of size `records`, or, with `multiples`, of a multiple of it; None without one."""
     if not multiples:
         return tuple(shape.index(records) if records in shape else None for shape in shapes)
     found = [
@@ -189,8 +188,7 @@ def _apart(shapes: Shapes, dims: Dims, records: int) -> list[bool]:
 
 
 def signature(module: nn.Module, values: Any) -> object:
-    """What decides how a call of a module is laid out: the structure of its inputs, their ranks, and which masks leave
-    something out."""
+    """A key for calls with the same layout: the structure of the inputs, their ranks, and which masks contain zeros."""
     plain = plain_tensors(values)
     leaves, spec = (plain, "") if plain is not None else pytree.tree_flatten(values)
     about: list[object] = [id(module), module.training, str(spec)]
@@ -200,9 +198,10 @@ def signature(module: nn.Module, values: Any) -> object:
 
 
 def _changed_dim(one: torch.Size, other: torch.Size, sizes: tuple[int, ...]) -> int | None:
-    """The one dimension in which a tensor's shape differs between two passes; NOWHERE if it is not a single one.
+    """The dimension in which a tensor's shape differs between two passes; None if in none, NOWHERE if in several.
 
-    The longest sequence may differ too: then it is the dimension that has the two passes' numbers of records."""
+    If several differ (the longest sequence may change too), the one whose sizes are the passes' numbers of records counts.
+    """
     if one == other:
         return None
     pairs = list(zip(one, other, strict=False))

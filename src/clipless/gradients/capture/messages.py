@@ -1,4 +1,4 @@
-"""What is raised when a forward or backward pass cannot be told apart by record."""
+"""Errors for forward and backward passes in which per-sample gradients cannot be computed."""
 
 from typing import Any
 
@@ -42,50 +42,50 @@ def refuse_hidden(name: str, output: Any) -> None:
 def shared_input(place: Place, shapes: Shapes, records: int) -> CliplessError:
     got = ", ".join(written(shape, records) for shape in shapes) or "no tensor"
     return UnsupportedModule(
-        f"module {place.name!r} has {got} as {place.side} for a batch of B records: its rows are not the records, so their "
-        "gradients cannot be told apart. Give it one row per record, in the first dimension (for positions: "
+        f"module {place.name!r} has {got} as {place.side} for a batch of B records: its rows are not the records, so "
+        "per-sample gradients cannot be computed. Give it one row per record, in the first dimension (for positions: "
         "positions.expand(len(x), -1)); split a batch with private.loader.microbatches(n), and use other data under "
         "torch.no_grad()."
     )
 
 
-def untold_rows(owner: str) -> CliplessError:
+def unidentified_rows(owner: str) -> CliplessError:
     return UnsupportedModule(
-        f"module {owner!r} has rows that are not the records of the batch, and no seeded backward pass told whose they are: "
-        "the model returns the loss itself, or a part of it is checkpointed with use_reentrant=True. Compute one loss per "
-        "record from the model's output, call private.backward(losses), and checkpoint with use_reentrant=False."
+        f"module {owner!r} has rows that are not the records of the batch, and no seeded backward pass identified their "
+        "records: the model returns the loss itself, or a part of it is checkpointed with use_reentrant=True. Compute one "
+        "loss per record from the model's output, call private.backward(losses), and checkpoint with use_reentrant=False."
     )
 
 
 def rows_together(owner: str) -> CliplessError:
     return UnsupportedModule(
-        f"module {owner!r} uses its parameters in an operation on rows that are not the records, and that does not take "
-        "every row by itself, so its gradient cannot be told apart by record. Give it one row per record, in the first "
+        f"module {owner!r} uses its parameters in an operation on rows that are not the records, and the operation does not "
+        "treat every row by itself, so per-sample gradients cannot be computed. Give it one row per record, in the first "
         "dimension."
     )
 
 
 def left_the_model(name: str) -> CliplessError:
     return UnsupportedModule(
-        f"module {name!r} handed out a tensor computed from its parameters alone, and it met the records outside the "
+        f"module {name!r} returned a tensor computed from its parameters alone, which was combined with records outside the "
         "model's forward, or in a part that is checkpointed with use_reentrant=True. Use it inside, return one row per "
         "record, and checkpoint with use_reentrant=False."
     )
 
 
 def in_place(owner: str, name: str) -> CliplessError:
-    """What to say where a module was given up and cannot be taken as a whole."""
+    """The error for a module that was given up and can no longer be handled as a whole."""
     return UnsupportedModule(
-        f"module {owner!r} uses its parameters in the in-place operation {name!r}, whose gradient cannot be told apart by "
-        "record. Compute a new tensor instead (torch.where, torch.cat, torch.stack, or the operation without the trailing "
+        f"module {owner!r} uses its parameters in the in-place operation {name!r}, for which per-sample gradients cannot be "
+        "computed. Compute a new tensor instead (torch.where, torch.cat, torch.stack, or the operation without the trailing "
         "underscore)."
     )
 
 
 def draws_at_random(name: str) -> CliplessError:
     return UnsupportedModule(
-        f"module {name!r} has parameters of its own and draws random numbers (dropout) in its forward, so its gradient per "
-        "record cannot be computed again. Move the parameter into a small module of its own, or turn the randomness off."
+        f"module {name!r} has parameters of its own and draws random numbers (dropout) in its forward, so its per-sample "
+        "gradients cannot be recomputed. Move the parameter into a small module of its own, or turn the randomness off."
     )
 
 
@@ -97,7 +97,7 @@ def not_its_own(parameter: str, module: nn.Module) -> CliplessError:
 
 
 def interrupted(again: bool) -> CliplessError:
-    """Of a backward pass that an exception ended; `again` if the forward pass was repeated after it."""
+    """The error after a backward pass that raised; `again` if the forward pass has been repeated since."""
     if again:
         return Misuse(
             "backward() on a micro-batch was interrupted after a part of it had been added to the others: start again from "
@@ -117,16 +117,16 @@ def used_again(name: str) -> CliplessError:
 
 def rounded_mean() -> CliplessError:
     return Misuse(
-        "a mean loss whose gradient has 16 bits: the division by the number of records is rounded, so that one record more "
-        "changes the share of every other. Call private.backward(losses) with one loss per record (reduction='none'), or "
-        "sum the losses and pass loss_reduction='sum'."
+        "a mean loss whose gradient has 16 bits: the division by the number of records is rounded, so that adding a "
+        "record changes the contribution of every other. Call private.backward(losses) with one loss per record "
+        "(reduction='none'), or sum the losses and pass loss_reduction='sum'."
     )
 
 
 def modes_changed() -> CliplessError:
     return Misuse(
-        "train() or eval() was called between the forward pass and its backward(), so what is computed again for the "
-        "gradients of single records would not be the same. Call backward() first."
+        "train() or eval() was called between the forward pass and its backward(), so what is recomputed for "
+        "per-sample gradients would differ. Call backward() first."
     )
 
 
@@ -139,6 +139,6 @@ def hidden_output(name: str) -> CliplessError:
 
 def stray_parameter(name: str) -> CliplessError:
     return UnsupportedModule(
-        f"parameter {name!r} was used outside its module's forward, so its gradient cannot be told apart by record. Call "
+        f"parameter {name!r} was used outside its module's forward, so per-sample gradients cannot be computed. Call "
         "the module that owns it, or move the parameter into a small module with a forward of its own."
     )

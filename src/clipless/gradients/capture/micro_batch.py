@@ -9,15 +9,14 @@ from clipless.gradients.checks.records import RecordsCheck
 
 @dataclass
 class MicroBatch:
-    """Some records of a logical batch, and what their forward pass noted of them.
+    """Some records of a logical batch, and what is known from their forward pass.
 
-    `averaged` says that the loss divides by their number; the gradients that arrive are multiplied by `scale` to be those
-    of each record's own loss. `due` asks for a check, which `check` makes; `routed` says that
-    the rows of some tap are not the records. `modes` says
-    which modules were in training mode. `uses` counts the taps that were made for each parameter; `late` is set when a
-    part of the model runs again in the backward pass, where more of them may be made. `tapped` is the size of the
-    tapped outputs in bytes: as many bytes of gradients come back. `broken` marks the records whose data are not finite,
-    [b], if anybody looked. The receiver sets `begun` and `done` at the beginning and the end of the backward pass.
+    `averaged`: the loss divides by the number of records; `scale` undoes that: gradients that arrive times `scale` are those
+    of each record's own loss. `due`: the pass is to be checked; `check` does it. `routed`: the rows of some tap are not the
+    records. `modes`: which modules were in training mode. `uses`: the number of taps for each parameter. `late`: a part
+    of the model has run again in the backward pass, so further taps may follow. `tapped`: bytes of the tapped outputs, and
+    so of the gradients that will arrive. `broken` [b]: records whose data are not finite, if that was checked. `begun` and
+    `done` are set at the beginning and the end of the backward pass.
     """
 
     records: int

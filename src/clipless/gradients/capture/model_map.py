@@ -1,4 +1,4 @@
-"""A model as capture sees it: which modules use which trainable parameters themselves, and by which rule."""
+"""The modules of a model, with the trainable parameters that each uses itself and their layer rule."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,8 @@ class Layer:
     """A module of the model.
 
     `own` are the trainable parameters that it uses itself, by their path in the module, with their name in the model
-    (the first one if they are shared). `rule` tells their per-sample gradients. `suspect` says that it may have to be
-    refused, depending on its mode; `is_generic` that there is no rule for its kind, and `is_recurrent` that its kernel
-    is taken over.
+    (the first one if they are shared). `rule` computes their per-sample gradients. `suspect`: the module is refused in some
+    modes. `is_generic`: there is no rule for its kind. `is_recurrent`: its kernel is taken over.
     """
 
     module: nn.Module
@@ -63,7 +62,7 @@ class ModelMap:
 
     @property
     def dtype(self) -> torch.dtype:
-        """A type, at least float32, that holds every parameter's numbers."""
+        """The widest type of the parameters, at least float32."""
         dtype = torch.float32
         for parameter in self.parameters.values():
             dtype = torch.promote_types(dtype, parameter.dtype)
@@ -86,6 +85,6 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def is_idle(module: nn.Module) -> bool:
-    """Whether it is one of torch's own modules that has nothing to learn, to keep or to call, such as an activation."""
+    """Whether it is one of torch's own modules without parameters, buffers and children, such as an activation."""
     own = (module._parameters, module._buffers, module._modules)
     return type(module).__module__.startswith("torch.nn.modules.") and not any(own)

@@ -1,4 +1,4 @@
-"""One pattern of calling the model, and how each module's parameters are handled in it."""
+"""A pattern of calling the model: where its records lie, and how each module's parameters are handled."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -10,22 +10,20 @@ from clipless.gradients.records import TROUBLES, Reading
 
 
 class CallPattern:
-    """What was learned of one pattern: the layout, which inputs carry records (`reading`), and the modules that are taken
-    operation by operation.
+    """What probes have learned about one pattern: the layout, and which inputs carry records (`reading`).
 
-    A module with a rule is tapped at its output. One without, or called on no records (a table of positions), is taken
-    operation by operation, unless its operations change with the number of records or cannot be traced: then it is computed
-    again as a whole, record by record. `square` says that so far every input had as many positions as records.
+    A module with a rule is tapped at its output. A module without a rule, or one called on no records (a table of
+    positions), is handled operation by operation (`by_operation`). If its operations depend on the number of records or
+    cannot be traced, it is recomputed as a whole, record by record.
 
-    `multiples` says that records lie together with positions somewhere, so that probes take a multiple of their number for
-    them. `routed` modules are taken operation by operation although the data decide on the operations: seeds tell the
-    records of their rows.
+    `square`: so far every input had as many positions as records. `multiples`: some tensors have records and positions in
+    one dimension, so probes also accept a multiple of the number of records as its size. `routed` modules are handled
+    operation by operation although the data decide which operations run; seeds identify the records of their rows.
+    `strays` are parameters that are used outside their module's forward; everywhere else traced tensors replace them.
 
-    `strays` are parameters that are used outside their module's forward: traced tensors stand for them everywhere but there.
-
-    `single_tensors` has the places of modules that take and return one tensor, with the dimension of the records in
-    both, and `single_input` says that the model itself is called with one tensor, records first: by which module, in
-    which mode, of which rank. Both are what most calls are, found again without looking at anything else.
+    A shortcut for the most common calls: `single_tensors` has the places of modules that take and return one tensor, with
+    the dimension of the records in both; `single_input` has (id of the module, training mode, rank) if the model is called
+    with a single tensor, records first.
     """
 
     def __init__(self, rules: Mapping[str, LayerRule]) -> None:
@@ -50,10 +48,10 @@ class CallPattern:
         sizes: tuple[int, int],
         multiples: Callable[[], tuple[int, int]],
     ) -> bool:
-        """Run the model on two numbers of records, by one reading of its input after the other until it can be run. Where
-        parameters meet records that lie together with positions, these numbers are `multiples()`.
+        """Run the model on two numbers of records, trying the readings of its input until one works. The numbers are
+        `sizes`, or `multiples()` if parameters meet tensors with records and positions in one dimension.
 
-        Learns everything or nothing; False if it could not be run by any.
+        Returns False, with nothing learned, if no reading works.
         """
         try:
             for reading in readings:
@@ -66,14 +64,14 @@ class CallPattern:
         return self.learned
 
     def refusal(self) -> UnsupportedModule:
-        """What to raise when nothing could be learned."""
+        """The error to raise if nothing could be learned."""
         return UnsupportedModule(
-            "the model could not be run on another number of records, so it cannot be told where they lie: "
+            "the model could not be run on another number of records, which is how clipless finds where they lie: "
             f"{self._trouble}. Let it take batches of any size."
         )
 
     def forget(self) -> None:
-        """Forget what was learned: a pass was refused or interrupted, and what it showed may not hold for others."""
+        """Forget what was learned, because a pass was refused or interrupted and may not be typical."""
         self.learned = False
         self.by_operation.clear()
         self._as_a_whole.clear()
@@ -84,8 +82,7 @@ class CallPattern:
         self.layout.forget()
 
     def remember_single(self, place: Place) -> None:
-        """Note the place if a probe has found one tensor there, going in and coming out, with records along one
-        dimension."""
+        """Remember the place if the module takes and returns one tensor there, with the records along the same dimension."""
         given, returned = self.layout.known(place), self.layout.known(place.output())
         if given is not None and given == returned and len(given) == 1 and given[0] is not None and given[0] >= 0:
             self.single_tensors[place] = given[0]
@@ -123,7 +120,7 @@ class CallPattern:
         return True
 
     def _unstable(self, probe: Callable[[int], None], sizes: tuple[int, int]) -> set[str] | None:
-        """Modules that cannot be taken operation by operation; None if the model could not be run."""
+        """Modules that cannot be handled operation by operation; None if the model could not be run."""
         self.layout.drop_passes()
         try:
             for size in sizes:
@@ -131,7 +128,7 @@ class CallPattern:
         except TROUBLES as trouble:
             self._trouble = trouble
             return None
-        return self.layout.settle()
+        return self.layout.compare_passes()
 
     def _without_records(self) -> set[str]:
         return (self.layout.without_records() & self._rules.keys()) - self._as_a_whole

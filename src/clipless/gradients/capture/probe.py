@@ -1,4 +1,4 @@
-"""A probe: a forward pass on another number of records, of which only shapes are noted."""
+"""Probes: forward passes on other numbers of records, of which only shapes are kept."""
 
 from functools import partial
 from typing import Any
@@ -7,41 +7,73 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from clipless.gradients.capture import messages
 from clipless.gradients.capture.crossing import Crossing
 from clipless.gradients.capture.frames import Frame, OperationCounter, unseen_by_checkpoints
 from clipless.gradients.capture.hooks import Hooks
-from clipless.gradients.capture.layout import Place, dims_by_size
+from clipless.gradients.capture.layout import Place, dims_by_size, signature
 from clipless.gradients.capture.model_map import Layer, ModelMap
 from clipless.gradients.capture.patterns import CallPattern
 from clipless.gradients.capture.refusals import refuse_module
 from clipless.gradients.capture.rows import Located, is_single, rows_of_operation
 from clipless.gradients.capture.traced import Traced, located_shapes
+from clipless.gradients.capture.watch import StateWatch
 from clipless.gradients.checks.records import leaves_of
-from clipless.gradients.randomness import random_state_kept
-from clipless.gradients.records import Reading, readings, resized, telling_multiples, telling_records, telling_sizes
-from clipless.gradients.trees import differentiable, opened, shapes_of
+from clipless.gradients.records import (
+    Reading,
+    is_square,
+    needed_records,
+    readings,
+    resized,
+    unused_primes,
+    unused_sizes,
+)
+from clipless.gradients.trees import differentiable, opened, plain_tensors, shapes_of
+from clipless.random_state import random_state_kept
+
+
+class LearnedPatterns:
+    """The patterns in which the model has been called so far."""
+
+    def __init__(self, model: ModelMap, hooks: Hooks, watch: StateWatch) -> None:
+        self._model, self._hooks, self._watch, self._rules = model, hooks, watch, model.rules
+        self._patterns: dict[object, CallPattern] = {}
+
+    def find(self, layer: Layer, inputs: tuple[Any, Any], records: int) -> CallPattern:
+        """The pattern of a call of the outermost module. A new one is learned by probes; raises if that fails."""
+        messages.refuse_unfit_inputs(layer.name, inputs, records)
+        pattern = self._patterns.setdefault(signature(layer.module, inputs), CallPattern(self._rules))
+        square = is_square(inputs, records)
+        if not pattern.learned:
+            learn_pattern(pattern, self._model, self._hooks, layer.module, inputs, records)
+            self._watch.refuse_pass(records)
+            pattern.square = square
+            tensors = plain_tensors(inputs)
+            if tensors is not None and len(tensors) == 1 and pattern.reading == {0: 0}:
+                pattern.single_input = (id(layer.module), layer.module.training, tensors[0].dim())
+        pattern.square &= square
+        return pattern
 
 
 def learn_pattern(
     pattern: CallPattern, model: ModelMap, hooks: Hooks, module: nn.Module, inputs: tuple[Any, Any], records: int
 ) -> None:
-    """Learn by probes where the records lie when the module is called like this; raises if it cannot be told."""
+    """Find out by probes where the records lie when the module is called like this; raises if that fails."""
     found = list(readings(inputs, records))
-    needed = telling_records(inputs, found[0]) if found else []
+    needed = needed_records(inputs, found[0]) if found else []
 
     def run(reading: Reading, size: int) -> None:
         Probe(pattern, model, size).run(hooks, module, resized(inputs, reading, size, needed))
 
-    sizes = telling_sizes(inputs, module, records, len(needed))
-    if not pattern.learn(run, found, sizes, partial(telling_multiples, inputs, module, records, len(needed))):
-        Probe(pattern, model, records).run(
-            hooks, module, inputs
-        )  # shows the model's own error, if that was the trouble
+    sizes = unused_sizes(inputs, module, records, len(needed))
+    if not pattern.learn(run, found, sizes, partial(unused_primes, inputs, module, records, len(needed))):
+        # If the model itself fails on this batch, the user sees its own error.
+        Probe(pattern, model, records).run(hooks, module, inputs)
         raise pattern.refusal()
 
 
 class Probe:
-    """Listens to one pass on `size` records."""
+    """A forward pass on `size` records."""
 
     def __init__(self, pattern: CallPattern, model: ModelMap, size: int) -> None:
         self._pattern, self._model, self._size = pattern, model, size
@@ -51,7 +83,7 @@ class Probe:
         self._anchor = torch.zeros((), requires_grad=True)
 
     def run(self, hooks: Hooks, module: nn.Module, inputs: tuple[Any, Any]) -> None:
-        """Run the module on these inputs. Random state and parameters are left as they were."""
+        """Run the module on these inputs. Random state and parameters are restored."""
         listener, hooks.listener = hooks.listener, self
         self._pattern.layout.begin_pass(self._size)
         try:
@@ -64,7 +96,7 @@ class Probe:
                 self._frames.pop().put_back()
 
     def enter(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the shapes that a module is given."""
+        """Record the shapes of a module's inputs."""
         refuse_module(layer.module, layer.name)
         self._calls[layer.name] = self._calls.get(layer.name, 0) + 1
         frame = Frame(layer, Place(layer.name, self._calls[layer.name]))
@@ -76,14 +108,14 @@ class Probe:
             frame.trace_parameters(self._model.parameters, self)
             return
         if self._pattern.strays:
-            frame.lend_strays(self._pattern.strays, self._model.parameters)
+            frame.use_own_strays(self._pattern.strays, self._model.parameters)
         for parameter in layer.parameters:
             if parameter.requires_grad:
                 parameter.requires_grad = False
                 frame.turned_off.append(parameter)
 
     def leave(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Note the shapes that a module returns. Returns the same output, in a graph that leads to the anchor."""
+        """Record the shapes of a module's outputs. Returns the output, connected to the anchor in autograd's graph."""
         if not self._frames or self._frames[-1].layer is not layer:
             return None
         frame = self._frames.pop()
@@ -98,13 +130,13 @@ class Probe:
         return leaf + self._anchor.to(leaf) if plain else leaf
 
     def _find_strays(self, output: Any) -> None:
-        """Note the parameters that the output depends on although their modules' own use of them leaves no trace."""
+        """Record the parameters that the output depends on outside their modules' own forward, where they are frozen."""
         names = {id(parameter): name for name, parameter in self._model.parameters.items()}
         leaves = leaves_of(tensor for tensor in differentiable(output) if not isinstance(tensor, Traced))
         self._pattern.layout.strays |= {names[id(leaf)] for leaf in leaves if id(leaf) in names}
 
     def locate(self, owner: str, operands: list[Any], results: list[Tensor]) -> Located:
-        """Note the shapes of an operation, and tell by size where the records lie."""
+        """Record the shapes of an operation. Returns where the records lie, judged by size."""
         inside = self._frames[-1].place if self._frames else Place("", 0)
         place = self._operations.place(owner, inside)
         shapes, result_shapes = located_shapes(operands, results)
@@ -119,9 +151,9 @@ class Probe:
         return Located(dims, out_dims)
 
     def tap(self, crossing: Crossing, outputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """Nothing is tapped in a probe."""
+        """Returns the outputs as they are: nothing is tapped in a probe."""
         return tuple(outputs)
 
     def give_up(self, owner: str, operation: str) -> None:
-        """The module is taken as a whole."""
+        """Handle the module as a whole."""
         self._pattern.layout.give_up(owner)

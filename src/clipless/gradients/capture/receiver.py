@@ -1,7 +1,7 @@
 """The receiver: what happens when the gradient at a tap arrives in the backward pass.
 
-With the input that the tap remembers, the module's layer rule gives the per-sample gradients. A parameter that has all of
-them is handed on at once, so that its buffers can be dropped while the backward pass goes on.
+From it and the input that the tap has kept, the module's layer rule computes the per-sample gradients. Once all uses of a
+parameter have arrived, its gradients are passed on, so that their memory can be freed during the backward pass.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,8 @@ from clipless.gradients.capture.hooks import Hooks
 from clipless.gradients.capture.micro_batch import MicroBatch
 from clipless.gradients.capture.rows import rows_rule
 from clipless.gradients.checks.passes import ForwardPass
-from clipless.gradients.checks.records import ROOT, Trial, gradients_set_aside, leaves_of
+from clipless.gradients.checks.records import ROOT, gradients_set_aside, leaves_of
+from clipless.gradients.checks.trial import Trial
 from clipless.gradients.forms import Form, Routed, by_record
 from clipless.gradients.layers import Use
 from clipless.gradients.layers.rule import at_least_float32
@@ -30,7 +31,7 @@ TRAINING = attrgetter("training")
 
 
 class Sink(Protocol):
-    """Where per-sample gradients go."""
+    """Takes per-sample gradients."""
 
     def take(self, micro: MicroBatch, complete: Iterable[tuple[str, list[Form]]]) -> None:
         """The per-sample gradients of some parameters, one form for every use of each."""
@@ -39,13 +40,13 @@ class Sink(Protocol):
         """The backward pass is over."""
 
     def restart(self) -> None:
-        """Forget what was taken of the open micro-batch; raises if that is not possible."""
+        """Discard what was taken of the open micro-batch; raises if that is not possible."""
 
 
 @dataclass
 class Arrivals:
-    """What has arrived of the open micro-batch. `task` names the backward pass that is running, the outermost one if there
-    are several."""
+    """What has arrived of the open micro-batch. `task` is autograd's id of the running backward pass, the outermost one if
+    they are nested."""
 
     forms: dict[str, list[Form | Routed]] = field(default_factory=dict)
     complete: set[str] = field(default_factory=set)
@@ -54,7 +55,7 @@ class Arrivals:
 
 @dataclass
 class Output:
-    """The output of the outermost module, as a place where gradients arrive."""
+    """The output of the outermost module, as a tap for the checks."""
 
     forward_pass: ForwardPass | None
     out_dims: Dims
@@ -64,7 +65,7 @@ class Output:
     record: Tensor | None = None
 
     def settle(self, dims: Dims) -> None:
-        """Refuse records that lie elsewhere than the first batch, which was square, suggested."""
+        """Raise unless the records lie where they were assumed to lie in a first batch that was square."""
         if dims != self.out_dims:
             raise Misuse(
                 "the first batch has as many positions as records, and the records do not lie along the first dimension of "
@@ -75,8 +76,8 @@ class Output:
 class Receiver:
     """Collects the per-sample gradients of the open micro-batch for a sink.
 
-    While a rule runs, hooks are silent, since it may run modules. While there is a `trial`, what arrives is for a check
-    alone.
+    While a rule runs, hooks are off, since it may run modules. During a `trial`, gradients are used for a check and not
+    summed.
     """
 
     def __init__(self, hooks: Hooks, modules: list[nn.Module], parameters: dict[str, nn.Parameter], sink: Sink) -> None:
@@ -86,22 +87,34 @@ class Receiver:
         self._hooks, self._modules, self._parameters, self._sink = hooks, modules, parameters, sink
 
     def open(self, micro: MicroBatch | None) -> None:
-        """What arrives from now on belongs to this micro-batch, or to none."""
+        """Gradients that arrive from now on belong to this micro-batch, or to none."""
         self.micro, self._arrivals = micro, Arrivals()
 
     def restart(self) -> MicroBatch:
-        """Begin the open micro-batch anew after a backward pass was interrupted."""
+        """Start the open micro-batch over after an interrupted backward pass."""
         assert self.micro is not None
         self._sink.restart()
         self.open(MicroBatch(self.micro.records, self.micro.averaged, self.micro.scale, self.micro.due))
         return self.micro
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Wait for one more gradient of each of these parameters, which have just been used."""
+        micro = self.micro
+        if micro is None:
+            return
+        for name in names:
+            micro.uses[name] = micro.uses.get(name, 0) + 1
+        if torch._C._current_graph_task_id() != -1:
+            micro.late = True
+            if self.trial is None:
+                self.begin()
 
     def call(self, call: Call, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """The gradient of a module's output has arrived."""
         micro = self._current(call)
         if micro.records == 0:
             return
-        wanted = self._look(micro, call, grads)
+        wanted = self._check_gradients(micro, call, grads)
         args, kwargs, saved = (tensors, {}, None) if call.spec is None else call.unflatten(tensors)
         if not wanted and saved is None:
             return
@@ -121,7 +134,7 @@ class Receiver:
         for local in reversed(call.wanted):
             if local not in forms:
                 raise messages.not_its_own(call.wanted[local], call.layer.module)
-            # The cheap ones first: the last one that a group waits for can be clipped without being held.
+            # Cheap ones first: the last form of a group is clipped in chunks and need not be held as a whole.
             named.append((call.wanted[local], forms[local]))
         if wanted:
             self._take(micro, call, named)
@@ -129,7 +142,7 @@ class Receiver:
     def crossing(self, crossing: Crossing, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """The gradient of an operation on traced tensors has arrived."""
         micro = self._current(crossing)
-        if micro.records and self._look(micro, crossing, grads):
+        if micro.records and self._check_gradients(micro, crossing, grads):
             self._take(micro, crossing, crossing.forms(tensors, grads, micro.records))
 
     def output(self, micro: MicroBatch, forward_pass: ForwardPass, grads: tuple[Tensor | None, ...]) -> None:
@@ -152,8 +165,7 @@ class Receiver:
         micro.check.at_output(forward_pass, grads)
 
     def run(self, outputs: list[Tensor], grads: list[Tensor], anchors: list[Tensor], trial: Trial) -> None:
-        """A backward pass from these outputs to the taps on these anchors. The graph is kept, and gradients go to the
-        trial."""
+        """Run a backward pass from these outputs to the taps on these anchors, for a trial. The graph is kept."""
         micro, before = self.micro, self.trial
         assert micro is not None
         self._refuse_modes(micro)
@@ -171,7 +183,7 @@ class Receiver:
             self.trial, micro.uses, micro.late = before, uses, late
 
     def begin(self) -> None:
-        """A backward pass is running, the outermost one if there are several: its end completes the micro-batch."""
+        """Complete the micro-batch when the running backward pass ends, the outermost one if they are nested."""
         micro = self.micro
         assert micro is not None
         if not micro.begun:
@@ -180,7 +192,7 @@ class Receiver:
             torch.autograd.Variable._execution_engine.queue_callback(self._complete)
 
     def _current(self, tap: Call | Crossing) -> MicroBatch:
-        """The open micro-batch, if that is where the gradient comes from."""
+        """The open micro-batch; raises if the gradient comes from another one."""
         if torch.is_grad_enabled():
             raise Misuse(
                 "backward(create_graph=True) is not supported: gradients of gradients have no bound per record."
@@ -197,7 +209,7 @@ class Receiver:
         return micro
 
     def _refuse_other(self, origin: object) -> None:
-        """Raise unless this is the open micro-batch, in its first backward pass."""
+        """Raise unless `origin` is the open micro-batch, in its first backward pass."""
         if self.micro is None or origin is not self.micro:
             raise Misuse(
                 "backward() on a batch that did not come from private.loader, or not on its newest one: the privacy "
@@ -214,8 +226,8 @@ class Receiver:
         if micro.modes and micro.modes != list(map(TRAINING, self._modules)):
             raise messages.modes_changed()
 
-    def _look(self, micro: MicroBatch, tap: Call | Crossing, grads: tuple[Tensor, ...]) -> bool:
-        """Check the gradients that arrived, if a check is on; whether per-sample gradients are to be made of them."""
+    def _check_gradients(self, micro: MicroBatch, tap: Call | Crossing, grads: tuple[Tensor, ...]) -> bool:
+        """Check the gradients that arrived, if a check is active. Returns whether to compute per-sample gradients."""
         if micro.averaged:
             for grad in grads:
                 if grad.dtype.itemsize < 4:
@@ -237,15 +249,15 @@ class Receiver:
         return not tap.rows or tap.record is not None
 
     def _only_record(self, micro: MicroBatch, tap: Call | Crossing, grads: tuple[Tensor, ...]) -> Tensor:
-        """The record of all rows if there is only one; refused if there are more, since no seeds told them apart."""
+        """The record of each row, if there is only one; raises if there are more, since no seeds have identified them."""
         if micro.records > 1:
-            raise messages.untold_rows(tap.owner)
+            raise messages.unidentified_rows(tap.owner)
         return torch.zeros(tap.rows, dtype=torch.long, device=grads[0].device)
 
     def _take(self, micro: MicroBatch, tap: Call | Crossing, forms: list[tuple[str, Form | Routed]]) -> None:
         if self.trial is not None:
             for name, form in forms if tap.forward_pass in (None, self.trial.adds_up) else ():
-                self.trial.add(name, form.rows if isinstance(form, Routed) else form, self._parameters[name])
+                self.trial.add(name, form, self._parameters[name])
             return
         arrivals = self._arrivals
         for name, form in forms:
@@ -276,7 +288,7 @@ class Receiver:
 
 
 def _records_first(call: Call, first: Tensor, grads: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A call's first input and the gradients of its outputs as a layer rule takes them."""
+    """A call's first input and the gradients of its outputs, records first and at least float32, for a layer rule."""
     moved = first.movedim(call.dims[0], 0) if call.dims and call.dims[0] else first
     pairs = zip(grads, call.out_dims, strict=True)
     ours = tuple(at_least_float32(grad.movedim(dim, 0) if dim else grad) for grad, dim in pairs)

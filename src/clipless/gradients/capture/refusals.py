@@ -1,4 +1,4 @@
-"""Modules that cannot be bounded per record, because they mix records or keep something of them, refused by name."""
+"""Modules that are refused because they mix records or store something of them, so that no per-record bound exists."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from clipless.errors import Misuse, UnsupportedModule
 
 @dataclass(frozen=True)
 class Refusal:
-    """A kind of module that is refused: which, in what state, why, and what to do instead. `applies` is asked of modules of
-    these kinds only."""
+    """A kind of module that is refused: which, in what state, why, and what to do instead. `applies` is called with modules
+    of these kinds only."""
 
     what: str
     kinds: tuple[type[nn.Module], ...]
@@ -84,7 +84,7 @@ REFUSALS = (
 )
 
 
-# Most modules are of none of these kinds.
+# A quick test: most modules are of none of these kinds.
 _SUSPECTS = tuple(kind for refusal in REFUSALS for kind in refusal.kinds)
 
 
@@ -96,13 +96,13 @@ def refuse_compiled(module: nn.Module, name: str) -> None:
 
 
 _NO_HOOKS = (
-    "leaves out the hooks that tell the gradients of single records apart. Train the model it was made from "
+    "skips the hooks that compute per-sample gradients. Train the model it was made from "
     "(model._orig_mod of torch.compile(model)); to evaluate, compile a copy (copy.deepcopy(model))."
 )
 
 
 def compiled_pass() -> Misuse:
-    """What to raise where torch.compile runs the model."""
+    """The error to raise if torch.compile runs the model."""
     return Misuse(f"the model is run by torch.compile, which {_NO_HOOKS}")
 
 
@@ -112,7 +112,7 @@ def may_be_refused(module: nn.Module) -> bool:
 
 
 def refuse_module(module: nn.Module, name: str) -> None:
-    """Raise if the module, in its present mode, mixes the records of a batch or keeps statistics of them."""
+    """Raise if the module, in its present mode, mixes the records of a batch or stores statistics of them."""
     if not isinstance(module, _SUSPECTS):
         return
     for refusal in REFUSALS:

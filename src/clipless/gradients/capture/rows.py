@@ -1,7 +1,7 @@
 """Taps whose rows are not the records: positions flattened together with them, windows, rows sent to experts.
 
-Seeds tell the record of each row (see checks/seeds.py). A layer rule takes the rows as if each were a record, and the forms
-are then taken together record by record.
+Seeds identify the record of each row (see checks/seeds.py). A layer rule treats each row as a record, and its forms are then
+added up by record.
 """
 
 from dataclasses import replace
@@ -20,8 +20,8 @@ from clipless.gradients.trees import Dims, Shapes
 
 
 class Located(NamedTuple):
-    """Where the records lie in the operands and results of an operation; with `rows`, so many rows that are not the
-    records."""
+    """Where the records lie in the operands and results of an operation. If its rows are not the records, `rows` is their
+    number."""
 
     dims: Dims
     out_dims: Dims
@@ -31,9 +31,10 @@ class Located(NamedTuple):
 def rows_of_call(
     layer: Layer, dims: Dims, shapes: Shapes, out_dims: Dims, out_shapes: Shapes, records: int
 ) -> tuple[Dims, Dims, int]:
-    """Where the rows of a call lie in its inputs and outputs, and how many they are; raises if they do not fit together.
+    """Where the rows of a call lie in its inputs and outputs, and their number; raises if the numbers disagree.
 
-    A call on a single record, for a layer that takes batches, is one row."""
+    A call on an unbatched input is a single row.
+    """
     bags = isinstance(layer.module, nn.EmbeddingBag)
     if not layer.is_generic and not bags and shapes and _unbatched(layer.module, len(shapes[0])):
         return tuple(None for _ in dims), tuple(None for _ in out_dims), 1
@@ -46,8 +47,8 @@ def rows_of_call(
     if len(sizes) != 1 or None in out_dims or not given <= (sizes | {records} if layer.is_generic else sizes):
         got, gave = (", ".join(written(shape, records) for shape in every) for every in (shapes, out_shapes))
         raise UnsupportedModule(
-            f"module {layer.name!r} makes ({gave}) of ({got}) for a batch of B records, and nothing tells which of its rows "
-            "belong to which record. Give it one row per record, in the first dimension."
+            f"module {layer.name!r} turns ({got}) into ({gave}) for a batch of B records, and it is unknown which of its "
+            "rows belong to which record. Give it one row per record, in the first dimension."
         )
     return dims, out_dims, sizes.pop()
 
@@ -59,14 +60,14 @@ def rows_of_results(owner: str, dims: Dims, shapes: Shapes, out_dims: Dims, out_
     if sizes and (len(sizes) > 1 or not given <= sizes):
         got, gave = (", ".join(written(shape, records) for shape in every) for every in (shapes, out_shapes))
         raise UnsupportedModule(
-            f"module {owner!r} makes ({gave}) of ({got}) where its parameters meet a batch of B records, and nothing tells "
-            "which of its rows belong to which record. Keep one row per record, in the first dimension."
+            f"module {owner!r} turns ({got}) into ({gave}) where its parameters meet a batch of B records, and it is "
+            "unknown which of its rows belong to which record. Keep one row per record, in the first dimension."
         )
     return sizes.pop() if sizes else 0
 
 
 def _unbatched(module: nn.Module, rank: int) -> bool:
-    """Whether the layer takes an input of this rank for a single record."""
+    """Whether an input of this rank is a single record for the layer."""
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return rank == 1 + len(module.kernel_size)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -75,8 +76,10 @@ def _unbatched(module: nn.Module, rank: int) -> bool:
 
 
 def rows_of_operation(operands: list[Any], results: list[Tensor]) -> Located:
-    """An operation of which no probe can tell anything, since the operations of its module depend on the data: if a tensor
-    with records may be among the operands, its result has a row for each of its rows."""
+    """The rows of an operation that probes cannot locate, because the operations of its module depend on the data.
+
+    If an operand may carry records, each row of the result is taken to be a row.
+    """
     tensors = [x for x in operands if isinstance(x, Tensor)]
     meets = any(x.dim() > 0 and (x.is_floating_point() or x.numel() > 1) for x in tensors)
     if not meets or results[0].dim() == 0 or is_single(tensors):
@@ -87,7 +90,7 @@ def rows_of_operation(operands: list[Any], results: list[Tensor]) -> Located:
 
 
 def is_single(operands: list[Any]) -> bool:
-    """Whether an operation meets numbers that are no rows: a single one, perhaps."""
+    """Whether no floating-point operand has rows, that is two dimensions or more."""
     ranks = [x.dim() for x in operands if isinstance(x, Tensor) and x.is_floating_point()]
     return bool(ranks) and max(ranks) < 2
 

@@ -1,4 +1,4 @@
-"""A record that stands for those of an empty batch."""
+"""An empty batch is run on one made-up record."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from clipless.gradients.capture.frames import unseen_by_checkpoints
 from clipless.gradients.capture.hooks import Hooks
 from clipless.gradients.capture.layout import signature
-from clipless.gradients.randomness import random_state_kept
 from clipless.gradients.records import TROUBLES, Reading, readings, with_records
+from clipless.random_state import random_state_kept
 
 
 def stand_in(values: Any, reading: Reading, number: int, truth: bool) -> Any:
-    """One record in place of none: zeros, `number` in whole numbers, `truth` in masks."""
+    """The inputs with one record instead of none: zeros, `number` in whole numbers, `truth` in masks."""
 
     def make(tensor: Tensor, dim: int) -> Tensor:
         shape = (*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :])
@@ -24,15 +24,15 @@ def stand_in(values: Any, reading: Reading, number: int, truth: bool) -> Any:
 
 
 class StandIns:
-    """One record for every pattern of calling the model, one that the model can be run on: zeros, unless a mask or a length
-    must not be zero. It is found by running the model, with the random state kept."""
+    """For each pattern of calling the model, a record that the model runs on: zeros, unless a mask or a length must not be
+    zero. It is found by running the model; the random state is restored."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
         self._fills: dict[object, tuple[int, bool]] = {}
 
     def inputs(self, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The inputs with that record; zeros if the model can be run on none, so that its own error shows."""
+        """The inputs with that record. If the model runs on none, zeros, so that the user sees the model's own error."""
         reading, pattern = next(readings(inputs, 0), {}), signature(module, inputs)
         if pattern not in self._fills:
             fills = [(0, False), (0, True), (1, True)]

@@ -1,8 +1,8 @@
-"""Parameters that a module uses outside any known layer: class tokens, positions, scales, attention.
+"""Parameters that are used outside any layer with a rule: class tokens, positions, scales, attention.
 
-While its module runs, such a parameter is replaced by a `Traced` tensor: the same value, known to carry no records. What is
-computed from traced tensors alone is traced too. Where one meets the records, that operation is tapped: the gradient of its
-output, pulled back record by record, is the parameter's per-sample gradient.
+While its module runs, such a parameter is replaced by a `Traced` tensor, which has the same value and carries no records.
+What is computed from traced tensors alone is traced too. An operation that combines traced tensors with records is tapped:
+the gradient of its output, pulled back record by record, gives the parameter's per-sample gradient.
 """
 
 from collections.abc import Callable
@@ -23,16 +23,16 @@ Function = Callable[..., Any]
 
 
 class Operations(Protocol):
-    """Who decides what becomes of operations on traced tensors."""
+    """Handles operations on traced tensors."""
 
     def locate(self, owner: str, operands: list[Any], results: list[Tensor]) -> Located:
         """Where the records lie in an operation's operands, tensors and sizes, and in its results."""
 
     def tap(self, crossing: Crossing, outputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """The results of an operation in which traced tensors meet the records, tapped."""
+        """The results of an operation on traced tensors and records, tapped."""
 
     def give_up(self, owner: str, operation: str) -> None:
-        """The module cannot be taken operation by operation. Returns only if it may still be taken as a whole."""
+        """The module cannot be handled operation by operation. Returns only if it can still be handled as a whole."""
 
 
 class Traced(Tensor):
@@ -61,7 +61,7 @@ class Traced(Tensor):
 
 
 def root(name: str, owner: str, parameter: Tensor, operations: Operations) -> Traced:
-    """A parameter's stand-in while its module runs."""
+    """The traced tensor that replaces a parameter while its module runs."""
     leaf = Root(name, owner, parameter.detach().requires_grad_())
     return Traced.of(leaf.value, (leaf,), operations)
 
@@ -70,7 +70,7 @@ _CASTS = {Tensor.to, Tensor.type_as}
 
 
 def _cast(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """`to(x)` and `type_as(x)` look at x's type and device, not at its records."""
+    """The arguments of `to(x)` or `type_as(x)` with x's device and type in place of x, whose records do not matter."""
     looks = [x for x in args[1:] if isinstance(x, Tensor)]
     if not looks:
         return args, kwargs
@@ -84,9 +84,9 @@ def _in_place(func: Function, kwargs: Any) -> bool:
 
 
 def _write(func: Function, args: Any, kwargs: Any) -> Any:
-    """Write traced tensors into one with records: they are spread over these, which is tapped, and written as they are.
+    """Write traced tensors into a tensor with records: they are expanded over the records, which is tapped, then written.
 
-    A target without records would have to become traced, and so would all that look at its memory: given up.
+    A target without records is given up: it would have to become traced, and so would every other view of its memory.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     traced = next(leaf for leaf in leaves if isinstance(leaf, Traced))
@@ -103,7 +103,7 @@ def _write(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _operation(func: Function, args: Any, kwargs: Any) -> Any:
-    """Run an operation on traced tensors: tapped where it has records, else differentiable towards the parameters."""
+    """Run an operation on traced tensors. Results with records are tapped; others are traced too."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     traced = [leaf for leaf in leaves if isinstance(leaf, Traced)]
     operations = traced[0].operations
@@ -117,7 +117,7 @@ def _operation(func: Function, args: Any, kwargs: Any) -> Any:
             return result
         dims, out_dims, rows = operations.locate(owner, [*plain, *sizes], outputs)
         if out_dims[0] is not None and outputs[0].numel() == 0 and rows == 0:
-            return result  # no row came here, so no gradient will
+            return result  # it has no rows, so no gradient will arrive
         if out_dims[0] is not None:
             size_dims = iter(dims[len(plain) :])
             marked = [_mark(leaf, size_dims) for leaf in leaves]
@@ -145,19 +145,19 @@ def _replaced(result: Any, change: Callable[[list[Tensor]], tuple[Tensor, ...]])
 
 
 def refuse_mixing(owner: str, operands: list[Any], dims: Dims, out_dims: Dims) -> None:
-    """Every result has its records apart, or no operand has any and none was reduced over them before."""
+    """Raise if an operand has records, or was reduced over them before, and a result does not keep them apart."""
     apart = [dim is not None for dim in out_dims]
     tensors = [(x, dim) for x, dim in zip(operands, dims, strict=True) if isinstance(x, Tensor)]
     if all(apart) or not (any(apart) or any(dim is not None or x.requires_grad for x, dim in tensors)):
         return
     raise UnsupportedModule(
-        f"module {owner!r} mixes the records where they meet its parameters, so their gradients cannot be told apart. Keep "
-        "one row per record in every result."
+        f"module {owner!r} mixes the records where they meet its parameters, so per-sample gradients cannot be computed. "
+        "Keep one row per record in every result."
     )
 
 
 def located_shapes(operands: list[Any], results: list[Tensor]) -> tuple[Shapes, Shapes]:
-    """The shapes of an operation's operands, a size counting as a tensor of one dimension, and of its results."""
+    """The shapes of an operation's operands and results. A size counts as a tensor of one dimension."""
     shapes = tuple(x.shape if isinstance(x, Tensor) else torch.Size([max(x, 0)]) for x in operands)
     return shapes, tuple(result.shape for result in results)
 

@@ -1,4 +1,4 @@
-"""What a batch writes into the model: parameters, buffers and tensors kept as attributes, which no noise would protect."""
+"""Refuses what a batch writes into the model (parameters, buffers, tensors kept as attributes), since it has no noise."""
 
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
@@ -14,7 +14,7 @@ _VERSION = attrgetter("_version")
 
 
 def watched_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tensor]:
-    """All buffers but those of spectral norm, whose power iteration looks at the weights and never at a record."""
+    """All buffers but those of spectral norm, whose power iteration depends on the weights alone."""
     found = {}
     for path, module in modules:
         if module._buffers and not isinstance(module, _SpectralNorm):
@@ -25,10 +25,10 @@ def watched_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tenso
 
 
 class StateWatch:
-    """Notices parameters and buffers that are written to, or replaced, while a batch is open.
+    """Detects parameters and buffers that are written to, or replaced, while a batch is open.
 
-    torch counts what is written to a tensor, but not what is written through its `data`. So now and then contents are
-    compared as well, also those of tensors that are attributes, and then what was found changed is put back.
+    torch counts writes to a tensor, but not writes through its `data`. So from time to time (`closely`) contents are
+    compared as well, including tensors kept as attributes, and changed contents are restored.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,7 +41,7 @@ class StateWatch:
         self.is_open = False
 
     def open(self, closely: bool) -> None:
-        """Note everything as it is, with its contents or without."""
+        """Remember the present state; `closely` includes the contents of all tensors."""
         self._tensors = {**self._parameters, **watched_buffers(self._modules)}
         self._versions = list(map(_VERSION, self._tensors.values()))
         self._values = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if closely else {}
@@ -49,11 +49,11 @@ class StateWatch:
         self.is_open = True
 
     def close(self) -> None:
-        """The batch is over: whatever is written now is no business of it."""
+        """The batch is over: writes are allowed again."""
         self._tensors, self._versions, self._values, self._attributes, self.is_open = {}, [], {}, {}, False
 
     def refuse_pass(self, records: int) -> None:
-        """Raise if a forward pass has left anything in the model."""
+        """Raise if a forward pass has written into the model."""
         name = self._changed()
         if name is not None:
             self._put_back()
@@ -69,13 +69,13 @@ class StateWatch:
         name = self._changed()
         if name is not None:
             raise Misuse(
-                f"{self._kind(name)} {name!r} was written to between the batch and its step: what the records leave there, "
-                "no noise protects. Change weights and averages after optimizer.step(), before the next batch, and run "
-                "the model in eval mode on anything else."
+                f"{self._kind(name)} {name!r} was written to between the batch and its step: what it holds of the records "
+                "is not protected by noise. Change weights and averages after optimizer.step(), before the next batch, and "
+                "run the model in eval mode on anything else."
             )
 
     def _changed(self) -> str | None:
-        """The first parameter or buffer that is not what it was, if any."""
+        """The name of the first parameter or buffer that has changed, if any."""
         tensors = self._tensors
         for name, buffer in watched_buffers(self._modules).items():
             if tensors.get(name) is not buffer:
@@ -106,7 +106,7 @@ class StateWatch:
                     yield (path, name), value
 
     def _refuse_attributes(self, records: int) -> None:
-        """A tensor kept as an attribute may hold what the last pass computed; one that goes on from what it was may not."""
+        """Raise if a tensor kept as an attribute has been updated. One computed from scratch in the last pass is allowed."""
         now = dict(self._own())
         for (path, name), value in self._attributes.items():
             found = now.get((path, name))
@@ -122,12 +122,12 @@ class StateWatch:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Number by number; NaN is like NaN."""
+    """Whether all numbers are equal; NaN equals NaN."""
     return torch.equal(one, other) or (one.shape == other.shape and bool(((one == other) | (one != one)).all()))
 
 
 class StructureWatch:
-    """Notices modules and parameters that a model gets, and parameters that become trainable, after it was opened."""
+    """Detects modules and parameters that are added to a model, and parameters that become trainable, after `open`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -135,19 +135,19 @@ class StructureWatch:
         self._frozen: dict[str, nn.Parameter] = {}
 
     def open(self) -> None:
-        """Note the model as it is."""
+        """Remember the model's modules, parameters and frozen parameters."""
         self._contents = [
             (name or "(model)", module, _contents(module)) for name, module in self._model.named_modules()
         ]
         self._frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
 
     def refuse_changes(self) -> None:
-        """Raise if the model consists of anything else now."""
+        """Raise if they have changed."""
         for name, module, contents in self._contents:
             if [*map(id, module._modules.values()), *map(id, module._parameters.values())] != contents:
                 raise Misuse(
                     f"module {name!r} got another child or parameter after make_private, which clipless does not watch: "
-                    "build the model first, then call make_private, or detach() and attach anew."
+                    "build the model first, then call make_private, or detach() and call it again."
                 )
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""A value written into a tensor with records, in place or by index: which record each of the written numbers belongs to.
+"""Writing a value into a tensor with records, in place or by index, so that each record gets its own copy of the value.
 
 Index legend: b record.
 """
@@ -14,8 +14,8 @@ Function = Callable[..., Any]
 
 
 def by_record(copies: Tensor, target: Tensor, dim: int, index: Any) -> Tensor:
-    """What `target[index] = value` writes, number by number, taken from the copy of the value that belongs to the record
-    written to. `copies` [b, ...] has one for each, `dim` is where the records lie in the target.
+    """The numbers that `target[index] = value` writes, each taken from the copy of the value that belongs to its record.
+    `copies` [b, ...] has one copy per record; `dim` is the dimension of the records in the target.
 
     >>> by_record(torch.tensor([[1.0], [2.0]]), torch.zeros(2, 3), 0, torch.eye(2, 3).bool())
     tensor([1., 2.])
@@ -52,7 +52,7 @@ def _index_put(target: Tensor, dim: int, indices: Any, value: Tensor, accumulate
 
 
 # How each operation writes a value into a target whose records lie along a dimension: (target, dim, further arguments). The
-# value is spread over the records first. `x += value` comes as `x.add_(value)`.
+# value is expanded over the records first. `x += value` arrives as `x.add_(value)`.
 WRITES: dict[Function, Function] = {
     **{func: partial(_everywhere, func) for func in (Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.copy_)},
     Tensor.fill_: partial(_everywhere, Tensor.copy_),

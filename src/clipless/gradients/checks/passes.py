@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils import _pytree as pytree
 
-from clipless.gradients.randomness import Generator, RandomState, random_state_of, random_state_restored
 from clipless.gradients.records import Reading
 from clipless.gradients.trees import Dims
+from clipless.random_state import Generator, RandomState, random_state_of, random_state_restored
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class ForwardPass:
 
     Of a checked pass, `outputs` are the outputs before the tap on them, at these `places` among its floating-point
     tensors; `out_dims` says where their records lie, `values` is a sketch of them, and `drawn` the random state at the
-    end. `grads` are the gradients that arrived there, and `totals` every parameter's gradient summed over the records
-    without clipping. `hidden` is set if no output with a gradient was found, `loss_inside` if the module returned the
-    loss of the whole batch, `averaged` if that is a mean.
+    end. `grads` are the gradients that arrived there, and `totals` every parameter's gradient without clipping, summed
+    over the records that are `judged`, [b], or over all if that is None. `hidden` is set if no output with a gradient was
+    found, `loss_inside` if the module returned the loss of the whole batch, `averaged` if that is a mean.
     """
 
     name: str
@@ -102,6 +102,7 @@ class ForwardPass:
     drawn: RandomState | None = None
     grads: tuple[Tensor | None, ...] | None = None
     totals: dict[str, Tensor] = field(default_factory=dict)
+    judged: Tensor | None = None
     routed: bool = False
     hidden: bool = False
     loss_inside: bool = False

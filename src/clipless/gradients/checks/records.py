@@ -7,73 +7,18 @@ go through the same graph, from the losses if these are known one by one, else f
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
 from clipless.gradients.checks.passes import ForwardPass
-from clipless.gradients.checks.seeds import IMPURE, impurity, named_records, seed_passes, sketch
-from clipless.gradients.forms import Form
+from clipless.gradients.checks.seeds import IMPURE, impurity, named_records, seed_passes, sketch, some_of
+from clipless.gradients.checks.trial import Heard, Trial, tap_key, tap_sketch
 from clipless.gradients.trees import Dims
 
 ROOT = "(output)"
-
-
-class Heard(Protocol):
-    """A tap whose gradient has arrived. `unsure` is set where nothing has told yet along which dimension records lie. With
-    `rows` it has so many of them, in any order: seeds tell the `record` of each, [n]."""
-
-    forward_pass: ForwardPass | None
-    owner: str
-    out_dims: Dims
-    unsure: bool
-    rows: int
-    record: Tensor | None
-
-    def settle(self, dims: Dims) -> None:
-        """The records of the outputs lie along these dimensions."""
-
-
-class Trial:
-    """A backward pass of which nothing is used for training. `echoes` has what arrived at each tap, one after the other;
-    `totals`, if it adds up those of a pass, the sums over the records of what arrived in that one. Kept `whole`, or in a
-    sketch."""
-
-    def __init__(self, adds_up: ForwardPass | None = None, whole: bool = False) -> None:
-        self._whole = whole
-        self.echoes: dict[tuple[int, str], list[list[Tensor]]] = {}
-        self.adds_up = adds_up
-        self.totals = None if adds_up is None else adds_up.totals
-
-    def hear(self, tap: Heard, grads: Sequence[Tensor]) -> None:
-        pairs = zip(grads, tap.out_dims, strict=True)
-        kept = [g.detach().clone() if tap.unsure or self._whole else tap_sketch(tap, g, dim) for g, dim in pairs]
-        self.echoes.setdefault(_key(tap), []).append(kept)
-
-    def add(self, name: str, form: Form, like: Tensor) -> None:
-        assert self.totals is not None
-        total = self.totals.get(name)
-        if total is None:
-            kind = torch.promote_types(like.dtype, torch.float32)
-            total = self.totals[name] = torch.zeros(like.shape, dtype=kind, device=like.device)
-        form.add_to(total, torch.ones(len(form), dtype=total.dtype, device=total.device), beta=1)
-
-    def forget(self) -> None:
-        """The pass begins anew."""
-        self.echoes.clear()
-        if self.totals is not None:
-            self.totals.clear()
-
-
-def tap_sketch(tap: Heard, grad: Tensor, dim: int | None) -> Tensor:
-    """The sketch of a gradient at a tap. Where rows have no dimension the whole is one row."""
-    return sketch(grad.unsqueeze(0) if tap.rows and dim is None else grad, dim or 0)
-
-
-def _key(tap: Heard) -> tuple[int, str]:
-    return 0 if tap.forward_pass is None else id(tap.forward_pass), tap.owner
 
 
 class RecordsCheck:
@@ -110,6 +55,9 @@ class RecordsCheck:
                 self._refuse_whole_batch(forward_pass, arrived, dims)
                 self._seeded(outputs, arrived, dims, self._anchors())
                 self._seed_positions(forward_pass, outputs, arrived)
+        if self._records > 1 and all(dim is not None for dim in forward_pass.out_dims):
+            unsure = any(trial.unsure for trial in self._trials)
+            forward_pass.judged = None if unsure else some_of(self._records, self._number)
         if forward_pass.rerun is not None or not self.at_losses:
             arrivals, self._arrivals = self._arrivals, {} if self.at_losses else self._arrivals
             self._run(outputs, arrived, self._anchors(), Trial(forward_pass))
@@ -136,7 +84,7 @@ class RecordsCheck:
 
     def _refute_positions(self, tap: Heard, grads: Sequence[Tensor], place: int) -> None:
         assert self._positions is not None
-        echoes = self._positions.echoes.get(_key(tap), [])
+        echoes = self._positions.echoes.get(tap_key(tap), [])
         if place >= len(echoes) or not (tap.rows or all(self._is_square(grad) for grad in grads)):
             self._positions = None
             return
@@ -158,7 +106,7 @@ class RecordsCheck:
             tap.record = torch.zeros(tap.rows, dtype=torch.long, device=grads[0].device)
         if not self._trials:
             return
-        key = _key(tap)
+        key = tap_key(tap)
         place = self._arrivals[key] = self._arrivals.get(key, -1) + 1
         echoes = [trial.echoes.get(key, ()) for trial in self._trials]
         if any(place >= len(echo) for echo in echoes):

@@ -46,10 +46,22 @@ def seed_passes(
 
 
 def sketch(grad: Tensor, dim: int) -> Tensor:
-    """What is kept of a gradient whose records lie along `dim`, [b,r,k]: its rows, or projections of long ones."""
+    """What is kept of a gradient whose records lie along `dim`, [k,b,r]: its rows, or projections of long ones. The short
+    dimension comes first, where reducing it is fast."""
     moved = at_least_float32(grad.detach().movedim(dim, 0) if grad.dim() else grad.detach().view(1))
-    rows = moved.reshape(len(moved), -1, moved.shape[-1] if moved.dim() > 1 else 1)
-    return rows @ _directions(rows.shape[2], rows.dtype, rows.device) if rows.shape[2] > DIRECTIONS else rows.clone()
+    width = moved.shape[-1] if moved.dim() > 1 else 1
+    rows = moved.reshape(-1, width)
+    kept = rows @ _directions(width, rows.dtype, rows.device) if width > DIRECTIONS else rows
+    return (
+        kept.t()
+        .reshape(kept.shape[1], len(moved), -1 if len(moved) else 0)
+        .clone(memory_format=torch.contiguous_format)
+    )
+
+
+def rows_of(sketched: Tensor) -> Tensor:
+    """Everything that a sketch keeps of each record, [b,n]."""
+    return sketched.transpose(0, 1).flatten(1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -62,31 +74,40 @@ def shuffled(count: int, number: int) -> Tensor:
     return _scattered(count, number).argsort()
 
 
+def some_of(records: int, number: int) -> Tensor:
+    """Half of two or more records, as a mask; others for another number.
+
+    >>> some_of(5, 1).sum(), some_of(5, 2).sum()
+    (tensor(2), tensor(2))
+    """
+    return shuffled(records, number) < records // 2
+
+
 def _scattered(count: int, number: int) -> Tensor:
     """Numbers between 0 and 1 without a pattern. They hide nothing and are not random: no generator is asked for them."""
     return (torch.sin(torch.arange(1, count + 1, dtype=torch.float64) * 12.9898 + number * 78.233) * 43758.5453) % 1
 
 
 def impurity(plain: Tensor, seeded: Tensor, seeds: Tensor) -> float:
-    """How far the seeded rows are from the plain ones times their seeds, relative, at worst. Rows that are not finite in
-    either pass tell nothing; 0 if no row tells anything.
+    """How far the seeded rows of a sketch are from the plain ones times their seeds, relative, at worst. Rows that are not
+    finite in either pass tell nothing; 0 if no row tells anything.
 
-    >>> rows, seeds = torch.ones(2, 1, 1), torch.tensor([1.0, 4.0])
-    >>> apart, mixed = torch.tensor([[[1.0]], [[4.0]]]), torch.tensor([[[2.5]], [[2.5]]])
+    >>> rows, seeds = torch.ones(1, 2, 1), torch.tensor([1.0, 4.0])
+    >>> apart, mixed = torch.tensor([[[1.0], [4.0]]]), torch.tensor([[[2.5], [2.5]]])
     >>> impurity(rows, apart, seeds), impurity(rows, mixed, seeds) > 0.3
     (0.0, True)
     """
-    expected = plain * seeds.to(plain).view(-1, 1, 1)
-    lengths = torch.linalg.vector_norm(plain, dim=2)  # [b,r]
-    heard = lengths.isfinite() & seeded.isfinite().all(2) & expected.isfinite().all(2)
-    if not bool(heard.any()):
-        return 0.0
-    floor = SILENT * float(lengths[heard].max())
-    if floor == 0 and not bool(seeded[heard].any()):
-        return 0.0
-    size = (lengths + floor) * seeds.to(plain).view(-1, 1)
-    error = torch.linalg.vector_norm(seeded - expected, dim=2) / size.clamp(min=torch.finfo(size.dtype).tiny)
-    return float(error[heard].max())
+    times = seeds.to(plain).view(-1, 1)
+    expected = plain * times
+    lengths, apart = (
+        plain.abs().amax(0),
+        (seeded - expected).abs_().amax(0),
+    )  # [b,r]; not finite where either pass is not
+    told = lengths.isfinite() & apart.isfinite()
+    lengths = torch.where(told, lengths, 0.0)
+    floor = SILENT * float(lengths.max()) if lengths.numel() else 0.0
+    size = ((lengths + floor) * times).clamp_(min=torch.finfo(plain.dtype).tiny)
+    return float(torch.where(told, apart / size, 0.0).max()) if lengths.numel() else 0.0
 
 
 def named_records(plain: Tensor, seeded: Sequence[Tensor], seeds: Sequence[Tensor]) -> Tensor | None:
@@ -94,19 +115,19 @@ def named_records(plain: Tensor, seeded: Sequence[Tensor], seeds: Sequence[Tenso
     several, or cannot be told. A row has -1 if nothing arrived there, if it is not finite, or if it is so small that all of
     it may be rounding.
 
-    >>> rows, seeds = torch.tensor([3.0, 0.0, 5.0]).view(3, 1, 1), torch.tensor([1.0, 4.0])
-    >>> named_records(rows, [torch.tensor([12.0, 0.0, 5.0]).view(3, 1, 1)], [seeds])
+    >>> rows, seeds = torch.tensor([3.0, 0.0, 5.0]).view(1, 3, 1), torch.tensor([1.0, 4.0])
+    >>> named_records(rows, [torch.tensor([12.0, 0.0, 5.0]).view(1, 3, 1)], [seeds])
     tensor([ 1, -1,  0])
-    >>> named_records(rows, [torch.tensor([9.0, 0.0, 5.0]).view(3, 1, 1)], [seeds]) is None
+    >>> named_records(rows, [torch.tensor([9.0, 0.0, 5.0]).view(1, 3, 1)], [seeds]) is None
     True
     """
-    flat = plain.flatten(1).double()
+    flat = rows_of(plain).double()
     lengths = torch.linalg.vector_norm(flat, dim=1)  # [n]
     told = lengths.isfinite()
     floor = SILENT * float(lengths[told].max()) if bool(told.any()) else 0.0
     found, wanted = torch.zeros_like(lengths), torch.zeros(len(seeds[0]), dtype=torch.float64, device=plain.device)
     for echo, numbers in zip(seeded, seeds, strict=True):
-        ratio = torch.linalg.vector_norm(echo.flatten(1).double(), dim=1) / lengths
+        ratio = torch.linalg.vector_norm(rows_of(echo).double(), dim=1) / lengths
         exponent = ratio.log2().nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0).round().clamp(-1, WIDE)
         found, wanted = found * (WIDE + 2) + exponent + 1, wanted * (WIDE + 2) + numbers.double().log2() + 1
     in_order = wanted.argsort()
@@ -114,7 +135,7 @@ def named_records(plain: Tensor, seeded: Sequence[Tensor], seeds: Sequence[Tenso
     pure = wanted[record] == found
     for echo, numbers in zip(seeded, seeds, strict=True):
         times = numbers.double()[record]
-        error = torch.linalg.vector_norm(echo.flatten(1).double() - flat * times.unsqueeze(1), dim=1)
+        error = torch.linalg.vector_norm(rows_of(echo).double() - flat * times.unsqueeze(1), dim=1)
         pure &= error <= IMPURE * lengths * times
     if bool((told & ~pure & (lengths > floor)).any()):
         return None

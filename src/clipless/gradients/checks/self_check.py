@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 from clipless.gradients.checks.passes import ForwardPass, Rerun
 from clipless.gradients.checks.records import RecordsCheck
 from clipless.gradients.checks.seeds import sketch
-from clipless.gradients.checks.totals import refuse_coupled, refuse_dependent, refuse_lost
-from clipless.gradients.randomness import own_generators
+from clipless.gradients.checks.totals import refuse_coupled, refuse_lost
 from clipless.gradients.records import Reading
 from clipless.gradients.trees import Dims
+from clipless.random_state import own_generators
 
 
 class CheckSchedule:
@@ -137,7 +137,6 @@ class SelfCheck:
             if forward_pass.rerun is not None:
                 with self._silenced():
                     refuse_coupled(forward_pass, forward_pass.averaged)
-                    refuse_dependent(forward_pass)
                     refuse_lost(forward_pass, parameters)
                 self._compared |= forward_pass.steps
         return len(waiting)

@@ -2,7 +2,7 @@
 does any record's output change when other records do: by a statistic of the batch that has no gradient, for instance?"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
 from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.checks.records import gradients_set_aside, leaves_of
-from clipless.gradients.checks.seeds import shuffled, sketch
-from clipless.gradients.randomness import same_random_state
+from clipless.gradients.checks.seeds import rows_of, shuffled, sketch, some_of
 from clipless.gradients.records import TROUBLES, selected
 from clipless.gradients.trees import differentiable
+from clipless.random_state import same_random_state
 
 # Relative to the larger of both sums; what the parameter adds to the whole gradient below the floor is rounding. Sums that
 # went through 16 bits keep three digits.
@@ -26,16 +26,22 @@ DEPENDENT = 1e-3
 
 
 def refuse_lost(forward_pass: ForwardPass, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Run a checked pass again, plainly, and refuse the first parameter whose sum is not the engine's."""
-    assert forward_pass.rerun is not None
-    assert forward_pass.grads is not None
+    """Run a checked pass again, plainly, and refuse the first parameter whose sum over the judged records is not the
+    engine's; before that, records whose outputs depend on others. The pass keeps no gradients after that."""
+    some = forward_pass.judged
+    if some is None and forward_pass.records > 1:
+        some = some_of(forward_pass.records, 1)
+    if some is not None:
+        with torch.no_grad():
+            _run_some(forward_pass, ~some)
     with torch.enable_grad():
-        outputs = _at_places(forward_pass, forward_pass.rerun()[0])
-    drift = _drift(forward_pass, outputs)
+        found = None if some is None else _run_some(forward_pass, some)
+        outputs, grads, drift = found if found and forward_pass.judged is not None else _run_again(forward_pass)
+    forward_pass.grads = None
     parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    plain = _gradients(outputs, forward_pass.grads, parameters)
+    plain = _gradients(outputs, grads, parameters)
     half = any(output.dtype.itemsize < 4 for output in outputs) or _half(forward_pass)
-    del outputs
+    del outputs, grads, found
     tolerance = max(HALF_TOLERANCE if half else TOLERANCE, AMPLIFIED * drift)
     lengths = {name: _length(grad) for name, grad in plain.items()}
     everything = math.hypot(*lengths.values())
@@ -48,44 +54,88 @@ def refuse_lost(forward_pass: ForwardPass, parameters: Mapping[str, nn.Parameter
             raise lost(name)
 
 
-def refuse_dependent(forward_pass: ForwardPass, tolerance: float = DEPENDENT) -> None:
-    """Run a checked pass again with other records in half of the rows, and refuse it if the outputs of the rest are others,
-    by more than `tolerance` unless they are computed with 16 bits.
+Again = tuple[list[Tensor], list[Tensor | None], float]
 
-    As many rows go in as before, so that the same random numbers meet the same rows. If the model draws another number of
-    them, depending on the records, or does not take these records together, nothing can be told.
-    """
+
+def _run_again(forward_pass: ForwardPass) -> Again:
+    """The outputs of the whole pass once more, the gradients of the judged records, and how far the outputs are from those
+    of the first time, relative; refused if they are others."""
     assert forward_pass.rerun is not None
-    if forward_pass.records < 2:
-        return
-    rows = torch.arange(forward_pass.records)
-    stays = shuffled(forward_pass.records, forward_pass.records) < forward_pass.records // 2
-    taken = selected(forward_pass.rerun.inputs, forward_pass.reading, torch.where(stays, rows, rows.roll(1)))
-    try:
+    outputs = _at_places(forward_pass, forward_pass.rerun()[0])
+    drift = _drift(forward_pass, outputs)
+    return outputs, _arrived(forward_pass, lambda grad, dim: _masked(grad, dim, forward_pass.judged)), drift
+
+
+def refuse_dependent(forward_pass: ForwardPass, tolerance: float) -> None:
+    """Run a pass again on each half of its records alone, and refuse it if the outputs are others."""
+    if forward_pass.records > 1:
+        some = some_of(forward_pass.records, 1)
         with torch.no_grad():
-            output, drawn = forward_pass.rerun(taken)
+            for half in (some, ~some):
+                _run_some(forward_pass, half, tolerance)
+
+
+def _run_some(forward_pass: ForwardPass, some: Tensor, tolerance: float = DEPENDENT) -> Again | None:
+    """The outputs of some records, [b], without the others; where random numbers are drawn, with other records in the
+    others' places, so that the same numbers meet the same rows. Also the gradients that arrived at these outputs, and how
+    far the outputs are from what they were, relative. Refused if that is more than `tolerance`, or than 16 bits explain.
+
+    None if nothing can be told: the model draws another number of random numbers, depending on the records, or does not
+    take these records together.
+    """
+    rerun, before = forward_pass.rerun, forward_pass.drawn
+    assert rerun is not None
+    assert before is not None
+    rows = torch.arange(forward_pass.records)
+    draws = bool(rerun.generators) or not same_random_state(before, rerun.random_state)
+    taken = torch.where(some, rows, rows.roll(1)) if draws else rows[some]
+    try:
+        output, drawn = rerun(selected(rerun.inputs, forward_pass.reading, taken))
     except TROUBLES:
-        return
-    others = _sketches(forward_pass, _at_places(forward_pass, output))
-    if (
-        forward_pass.drawn is None
-        or not same_random_state(forward_pass.drawn, drawn)
-        or not _alike(forward_pass.values, others)
-    ):
-        return
-    tolerance = HALF_TOLERANCE if _half(forward_pass) else tolerance
-    for one, other, dim in zip(forward_pass.values, others, forward_pass.out_dims, strict=True):
-        if dim is None:
-            continue
-        ours, theirs = (value[stays.to(value.device)].flatten(1).double() for value in (one, other))
-        told = ours.isfinite().all(1)
-        same = (ours - theirs).norm(dim=1) <= tolerance * (ours.norm(dim=1) + 1e-3 * ours[told].norm())
-        if bool((told & ~same).any()):
-            raise UnsupportedModule(
-                f"the output of {forward_pass.name!r} for one record depends on the other records of the batch (a "
-                "statistic over the batch, a choice made for all of them), so no bound per record exists. Compute "
-                "every record's output from that record alone; scale inputs by fixed constants."
-            )
+        return None
+    outputs = _at_places(forward_pass, output)
+    if not same_random_state(before, drawn) or len(outputs) != len(forward_pass.values):
+        return None
+    drift = 0.0
+    for value, dim, now in zip(forward_pass.values, forward_pass.out_dims, outputs, strict=True):
+        if dim is not None:
+            found = sketch(now, dim)
+            found = found[:, some.to(found.device)] if draws and found.shape == value.shape else found
+            expected = value[:, some.to(value.device)]
+            if found.shape != expected.shape:
+                return None
+            drift = max(drift, _change(expected, found))
+    if drift > (HALF_TOLERANCE if _half(forward_pass) else tolerance):
+        _drift(forward_pass, _at_places(forward_pass, rerun()[0]))
+        raise depends_on_others(forward_pass.name)
+
+    def kept(grad: Tensor, dim: int) -> Tensor:
+        return _masked(grad, dim, some) if draws else grad.index_select(dim, taken.to(grad.device))
+
+    return outputs, _arrived(forward_pass, kept) if torch.is_grad_enabled() else [], drift
+
+
+def _change(before: Tensor, now: Tensor) -> float:
+    """The largest change of a record's outputs, relative to their length; records that were not finite tell nothing."""
+    ours, theirs = (rows_of(value).double() for value in (before, now))
+    told = ours.isfinite().all(1)
+    if not bool(told.any()):
+        return 0.0
+    size = ours.norm(dim=1) + 1e-3 * ours[told].norm()
+    return float(((ours - theirs).norm(dim=1) / size.clamp(min=1e-300))[told].nan_to_num(nan=torch.inf).max())
+
+
+def _arrived(forward_pass: ForwardPass, kept: Callable[[Tensor, int], Tensor]) -> list[Tensor | None]:
+    """Of each gradient that arrived at the outputs, what is kept."""
+    pairs = zip(forward_pass.grads or (), forward_pass.out_dims, strict=True)
+    return [grad if grad is None or dim is None else kept(grad, dim) for grad, dim in pairs]
+
+
+def _masked(grad: Tensor, dim: int, judged: Tensor | None) -> Tensor:
+    if judged is None:
+        return grad
+    mask = judged.to(grad.device).view([-1 if k == dim else 1 for k in range(grad.dim())])
+    return torch.where(mask, grad, 0.0)
 
 
 def refuse_coupled(forward_pass: ForwardPass, averaged: bool) -> None:
@@ -148,7 +198,7 @@ def _drift(forward_pass: ForwardPass, outputs: list[Tensor]) -> float:
 
 
 def _gradients(
-    outputs: list[Tensor], grads: tuple[Tensor | None, ...], parameters: Mapping[str, nn.Parameter]
+    outputs: list[Tensor], grads: Sequence[Tensor | None], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
     if not pairs:
@@ -169,6 +219,14 @@ def _gradients(
 
 def _length(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def depends_on_others(name: str) -> UnsupportedModule:
+    return UnsupportedModule(
+        f"the output of {name!r} for one record depends on the other records of the batch (a statistic over the batch, a "
+        "choice made for all of them), so no bound per record exists. Compute every record's output from that record alone; "
+        "scale inputs by fixed constants."
+    )
 
 
 def lost(name: str) -> UnsupportedModule:

@@ -1,4 +1,4 @@
-"""Forms: one parameter's share of the gradient, record by record, in whichever form is cheap to hold."""
+"""Forms: the per-sample gradients of one parameter, in the form that is cheapest to hold."""
 
 from clipless.gradients.forms.combine import combine
 from clipless.gradients.forms.dense import (

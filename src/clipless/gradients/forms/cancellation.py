@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# A squared norm is trusted down to this part of the square that it would have if no parts cancelled.
+# A squared norm is trusted if it is at least 1/CANCELLATION of what it would be without cancellation.
 CANCELLATION = 1024.0
-# The rounding error of a sum, in units of its parts' lengths and the last place.
+# The rounding error of a sum, relative to the machine epsilon and the lengths of its parts.
 ROUNDING = 8.0
 
 
@@ -18,11 +18,11 @@ def never_too_small(
     exact: Callable[[Tensor], Tensor],
     doubted: Tensor | None = None,
 ) -> Tensor:
-    """Squared norms [b] that are not below those of sums made in `dtype`, of parts whose lengths add up to `lengths` [b].
+    """Squared norms [b] that are not below those of sums computed in `dtype`. The parts' lengths add up to `lengths` [b].
 
-    Where parts nearly cancel, rounding could make a norm too small and so the record's share too large: those, and what
-    is `doubted` [b], come from `exact(which)`, and every norm is raised by the rounding error that the weighted sum can
-    have.
+    Where parts nearly cancel, rounding could make a norm too small and so the record's contribution too large. Those norms,
+    and the `doubted` ones [b], are computed by `exact(which)`, and every norm is raised by the rounding error that the
+    weighted sum can have.
     """
     unsure = ~(squares * CANCELLATION >= lengths.square())
     if doubted is not None:

@@ -14,8 +14,8 @@ from clipless.gradients.forms.tied import Tied
 def combine(uses: list[Form]) -> Form:
     """The sum over the uses, as one form.
 
-    Uses of one kind are one longer sequence of positions; both kinds of use of a table are `Tied`; anything else is
-    written out.
+    Uses of one kind are joined along the positions; a table used as an embedding and as a matrix is `Tied`; anything else
+    is written out.
     """
     if len(uses) == 1:
         return uses[0]

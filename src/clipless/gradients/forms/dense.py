@@ -1,6 +1,6 @@
 """Dense per-sample gradients: written out, or as sums of outer products, as for the weight of a linear layer.
 
-Many that are written out are read in one call for all of them. Index legend: b record, t position, i in, o out.
+Those that are written out are read in one call for all parameters. Index legend: b record, t position, i in, o out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +17,13 @@ from clipless.gradients.forms.scratch import LARGE, empty
 from clipless.native.rows import Weighted, add_rows, squared_lengths, widest
 
 FEW = 2**14
-# Gradients computed once more in float64 are written out for so many numbers at a time.
+# How many numbers are written out at a time when norms are recomputed in float64.
 AT_ONCE = 2**22
 
 
 @dataclass(eq=False, repr=False)
 class Instantiated(NoChoice):
-    """Per-sample gradients written out, [b, *shape]: norm and weighted sum read the same buffer."""
+    """Per-sample gradients written out, [b, *shape]."""
 
     grads: Tensor
 
@@ -49,7 +49,7 @@ class Instantiated(NoChoice):
 
 @lru_cache(maxsize=4096)
 def product_methods(b: int, t: int, i: int, o: int, size: int) -> Mapping[str, Cost]:
-    """The methods to sums of outer products, for numbers of `size` bytes. With one position there is nothing to choose."""
+    """The methods for sums of outer products, with numbers of `size` bytes. With one position there is only one."""
     sums = 2.0 * b * t * i * o
     if t == 1:
         return {"ghost": Cost(sums, float(size * b * (i + o)), calls=6, held=size * b * o)}
@@ -65,7 +65,8 @@ def product_methods(b: int, t: int, i: int, o: int, size: int) -> Mapping[str, C
 class OuterProducts:
     """g_b = Σ_t grads[b,t]ᵀ acts[b,t]: norms from Gram matrices, or everything written out.
 
-    A `twin` has the very same grads: what is computed of them alone is computed once. So has `summed`, over positions.
+    A `twin` has the same grads, so that their Gram matrix is computed once. `summed` has the grads summed over positions, so
+    that their norms are computed once.
     """
 
     acts: Tensor  # [b,t,i]
@@ -92,7 +93,7 @@ class OuterProducts:
         if acts.shape[1] == 1:
             torch.addmm(total, grads.squeeze(1).mT, acts.squeeze(1), beta=beta, out=total)
             return
-        if grads.stride(0) < grads.stride(1):  # positions first in memory: no copy if they are taken in that order
+        if grads.stride(0) < grads.stride(1):  # positions first in memory: this order needs no copy
             acts, grads = acts.transpose(0, 1), grads.transpose(0, 1)
         torch.addmm(total, grads.flatten(0, 1).mT, acts.flatten(0, 1), beta=beta, out=total)
 
@@ -119,8 +120,8 @@ class OuterProducts:
 
     @cached_property
     def ghost(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Squared norms from two Gram matrices, T×T, the lengths of all positions together, and where digits may be lost to
-        underflow, all [b]."""
+        """Squared norms from two Gram matrices, T×T; the sum of the positions' lengths; and where underflow may have lost
+        digits. All [b]."""
         wide, tiny = widest(self.acts.device), torch.finfo(self.acts.dtype).tiny
         gram_a, gram_g = self.acts @ self.acts.mT, self._gram_of_grads
         squares = torch.linalg.vecdot(gram_a.flatten(1), gram_g.flatten(1)).to(wide)
@@ -130,7 +131,7 @@ class OuterProducts:
         error = tiny * t * t * max(i, self.grads.shape[2]) * (own_a.amax(1) + own_g.amax(1))
         lost = squares < 1e4 * error
         if lost.any():
-            lost &= (self.grads != 0).flatten(1).any(1)  # nothing was lost of nothing
+            lost &= (self.grads != 0).flatten(1).any(1)  # a zero gradient loses no digits
         return squares, lengths, lost
 
     def _exact(self, which: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ class OuterProducts:
 
 
 class Addend(NamedTuple):
-    """What a form adds to its parameter's sum."""
+    """A form, the sum it is added to (times beta), and the factors of its records."""
 
     form: Form
     total: Tensor
@@ -150,20 +151,20 @@ class Addend(NamedTuple):
 
 
 def can_wait(form: Form, size: int) -> bool:
-    """Whether the norms come from tensors of fewer bytes each, which are better read in one call with those of others."""
+    """Whether the norms come from tensors of less than `size` bytes, which are faster to read in one call with others."""
     if isinstance(form, Instantiated):
         return form.grads.nbytes < size
     return _is_one_product(form) and form.acts.nbytes < size and form.grads.nbytes < size
 
 
 def _is_one_product(form: Form) -> TypeGuard[OuterProducts]:
-    """Whether g_b is one outer product, whose length is the product of two."""
+    """Whether g_b is a single outer product, whose norm is the product of two norms."""
     return isinstance(form, OuterProducts) and form.acts.shape[1] == 1
 
 
 def sq_norms_of(forms: Sequence[Form]) -> tuple[list[int], Tensor]:
-    """‖g_b‖² of every form and record, [n,b], and which form each row is of. What is not known yet is read in one call, if
-    it is written out or one outer product."""
+    """The number of the form in each row, and ‖g_b‖² of every form and record, [n,b]. Norms of forms that are written out,
+    or single outer products, are computed in one call."""
     written: dict[int, Instantiated] = {}
     products: dict[int, OuterProducts] = {}
     known: dict[int, Tensor] = {}
@@ -180,7 +181,7 @@ def sq_norms_of(forms: Sequence[Form]) -> tuple[list[int], Tensor]:
 
 
 def _read_at_once(written: list[Instantiated], products: list[OuterProducts]) -> list[Tensor]:
-    """Squared norms of all that are written out, then of all products, [n,b] each; those of gradients that both have are
+    """Squared norms of the forms written out, then of the products, [n,b] each. Norms of gradients that occur in both are
     computed once."""
     rows = [form.grads.reshape(len(form.grads), -1) for form in written]
     places, of_grads = {id(form): k for k, form in enumerate(written)}, []
@@ -198,7 +199,7 @@ def _read_at_once(written: list[Instantiated], products: list[OuterProducts]) ->
 
 
 def add_all(addends: Iterable[Addend]) -> None:
-    """Add every share to its total; no two have the same."""
+    """Add every form to its total. All totals are different tensors."""
     written: list[Weighted] = []
     for form, total, factors, beta in addends:
         if isinstance(form, Instantiated):
@@ -217,7 +218,7 @@ def weighted_sum(form: Form, factors: Tensor, like: Tensor) -> Tensor:
 
 
 def sq_norm(rows: Tensor) -> Tensor:
-    """Squared length of each row of a buffer, [b]. For few numbers torch is faster, in float64."""
+    """Squared norm of each row, [b], in float64; by torch where that is faster, for few numbers."""
     flat = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
     if flat.numel() <= FEW:
         return torch.linalg.vector_norm(flat, dim=1, dtype=widest(flat.device)).square()
@@ -225,7 +226,7 @@ def sq_norm(rows: Tensor) -> Tensor:
 
 
 def kept(rows: Tensor, mask: Tensor) -> Tensor:
-    """The rows with those outside the mask set to zero, also where they are not finite."""
+    """The rows, with zeros for those outside the mask, also where they are not finite."""
     return torch.where(mask.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
 
 

@@ -1,4 +1,4 @@
-"""What every form can do, and what the methods to compute its norms and sum cost."""
+"""The protocol of all forms, and the cost of a method to compute norms and sum."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Cost:
-    """What a method costs for all records together: operations, bytes moved through memory, calls of torch, and the bytes
-    held until the factors are known."""
+    """The cost of a method for all records: operations, bytes moved through memory, calls of torch, and bytes held until the
+    factors are known."""
 
     flops: float
     moved: float
@@ -19,10 +19,10 @@ class Cost:
 
 
 class Form(Protocol):
-    """A parameter's per-record gradients g_b, not necessarily written out.
+    """A parameter's per-sample gradients g_b, not necessarily written out.
 
-    Where several exact methods lead to the norms and the sum, `methods` names them with their costs and `by` takes one;
-    what `by` returns offers no further choice. A form without a choice has no methods.
+    If there are several exact methods for the norms and the sum, `methods` has their names and costs, and `by` returns the
+    form that uses one of them. A form without a choice has no methods.
     """
 
     def __len__(self) -> int:
@@ -30,25 +30,25 @@ class Form(Protocol):
 
     @property
     def sq_norms(self) -> Tensor:
-        """‖g_b‖² for every record, [b], in float64 where the device has it. Too large rather than too small."""
+        """‖g_b‖² for every record, [b], in float64 where the device has it. Never too small, perhaps slightly too large."""
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
-        """total = beta·total + Σ_b factors[b]·g_b, in place; with beta = 0 whatever was there is forgotten."""
+        """total = beta·total + Σ_b factors[b]·g_b, in place; with beta = 0 the old contents are ignored."""
 
     def per_record(self) -> Tensor:
         """All g_b written out, [b, *shape]."""
 
     def keep(self, mask: Tensor) -> "Form":
-        """The same form with the records outside the mask replaced by exact zeros, be they NaN or infinite."""
+        """The form with exact zeros for the records outside the mask, also where they are NaN or infinite."""
 
     def rows(self, some: slice) -> "Form":
         """The form of some of the records."""
 
     def methods(self) -> Mapping[str, Cost]:
-        """The exact methods to this form."""
+        """The methods and their costs."""
 
     def by(self, method: str) -> "Form":
-        """The form by that method."""
+        """The form that uses this method."""
 
 
 class NoChoice:

@@ -9,9 +9,9 @@ from clipless.gradients.forms.form import Cost, Form
 
 
 class Rearranged:
-    """The form of a matrix [o,i] as that of a parameter: i is unfolded to `shape`, and then the dimensions permuted.
+    """The form of a matrix [o,i] as that of a parameter: i is unflattened to `shape`, then the dimensions are permuted.
 
-    `order` says for every dimension of the parameter which of [o, *shape] it is.
+    `order` has, for every dimension of the parameter, its number in [o, *shape].
     """
 
     def __init__(self, matrix: Form, shape: tuple[int, ...], order: tuple[int, ...]) -> None:

@@ -20,8 +20,8 @@ AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Routed:
-    """A form of rows as if each were a record of its own, and the `record` of each row, [n]: -1 for one that adds nothing.
-    The form has so many `records` once its rows are taken together."""
+    """A form with a row where others have a record, and the `record` of each row, [n], -1 for a row that adds nothing.
+    Summed by record, the form has `records` records."""
 
     rows: Form
     record: Tensor
@@ -29,7 +29,7 @@ class Routed:
 
 
 def by_record(uses: Sequence[Form | Routed]) -> list[Form]:
-    """The forms of the records. Rows of the same kind and size are put in line before they are taken together.
+    """The forms by record. Rows of the same kind and size are joined first.
 
     >>> rows = Instantiated(torch.tensor([[1.0], [2.0], [4.0]]))
     >>> by_record([Routed(rows, torch.tensor([1, 0, 1]), 2)])[0].per_record()
@@ -47,7 +47,7 @@ def by_record(uses: Sequence[Form | Routed]) -> list[Form]:
 
 
 def _kind(form: Form) -> object:
-    """Forms of the same kind can be put in line."""
+    """A key for forms that can be joined."""
     if isinstance(form, Rearranged):
         return Rearranged, form.shape, form.order, _kind(form.matrix)
     if isinstance(form, OuterProducts):
@@ -63,7 +63,7 @@ def _taken_together(uses: list[Routed]) -> Form:
 
 
 class _Places:
-    """Where each row goes in a tensor [b,t,...] with a place for every row of every record."""
+    """The place of each row in a tensor [b,t,...] with room for all rows of every record."""
 
     def __init__(self, record: Tensor, records: int) -> None:
         self.record, self.records = record, records
@@ -76,14 +76,14 @@ class _Places:
         self._slots = record[self._order] * self._most + place
 
     def put(self, parts: list[Tensor]) -> Tensor:
-        """[n,t,...] as [b,t,...], with zeros where a record has fewer rows than another."""
+        """[n,t,...] as [b,t,...], padded with zeros for records with fewer rows."""
         rows = torch.cat(parts) if len(parts) > 1 else parts[0]
         placed = rows.new_zeros(self.records * self._most, *rows.shape[1:])
         placed[self._slots] = rows[self._order]
         return placed.view(self.records, self._most * rows.shape[1], *rows.shape[2:])
 
     def add(self, forms: list[Form]) -> Tensor:
-        """Gradients of rows, written out some at a time, summed over the rows of each record, [b,...]."""
+        """The gradients of the rows, written out some at a time, summed by record, [b,...]."""
         total, begin = None, 0
         for form in forms:
             for first in range(0, len(form), AT_ONCE):
@@ -97,7 +97,7 @@ class _Places:
 
 
 def _together(forms: list[Form], places: _Places) -> Form:
-    """Forms of one kind, one after the other, as a form of the records."""
+    """Forms of one kind, joined, as a form by record."""
     if all(isinstance(form, Rearranged) for form in forms):
         like = forms[0]
         assert isinstance(like, Rearranged)

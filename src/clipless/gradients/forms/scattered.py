@@ -1,4 +1,4 @@
-"""Rows added to a table, as for an embedding.
+"""Gradients that are rows added to a table, as for an embedding.
 
 Index legend: b record, t position, v row of the table, d feature.
 """
@@ -13,15 +13,15 @@ from clipless.gradients.forms.dense import kept, scaled, sq_norm
 from clipless.gradients.forms.form import NoChoice
 from clipless.native.rows import widest
 
-# So many numbers of a record are added up in their own type.
+# At most so many numbers of a record are summed in their own type.
 RUN = 1024
-# A row of the table that `hits` positions of b records meet is added up position by position while hits·b is below this:
-# every one of the sums is off by less than b addends times half of the last place.
+# A row of the table that is hit by `hits` positions of b records is summed position by position while hits·b is below this:
+# the error of each sum is then less than b addends times half a unit in the last place.
 HITS = 2**20
 
 
 class Scattered(NoChoice):
-    """g_b adds grads[b,t] to row indices[b,t] of a table [v,d]; the table is never repeated."""
+    """g_b adds grads[b,t] to row indices[b,t] of a table [v,d]; no table per record is written out."""
 
     def __init__(self, indices: Tensor, grads: Tensor, size: int) -> None:
         self.indices, self.grads, self.size = indices, grads, size  # [b,t] [b,t,d] v
@@ -35,7 +35,7 @@ class Scattered(NoChoice):
 
     @cached_property
     def lengths(self) -> Tensor:
-        """The lengths of all rows that a record adds, together, [b]."""
+        """The sum of the lengths of all rows that a record adds, [b]."""
         b, t, d = self.grads.shape
         return sq_norm(self.grads.reshape(b * t, d)).sqrt().view(b, t).sum(1)
 
@@ -46,7 +46,7 @@ class Scattered(NoChoice):
         return squares.new_zeros(len(grads)).index_add_(0, slots // self.size, squares)
 
     def _by_record(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """What each record adds to each row of the table that it meets: the places v + b·size, [n], and the sums, [n,d]."""
+        """The places v + b·size, [n], and the sums that record b adds to row v of the table, [n,d]."""
         slots, slot_of = self._slots
         return slots, grads.new_zeros(len(slots), grads.shape[2]).index_add_(0, slot_of, grads.flatten(0, 1))
 
@@ -75,7 +75,7 @@ class Scattered(NoChoice):
         return self.add_to_each(self.grads.new_zeros(b, self.size, d))
 
     def add_to_each(self, tables: Tensor) -> Tensor:
-        """Add every g_b to its own of the tables [b,v,d]."""
+        """Add g_b to tables[b], for tables [b,v,d]."""
         return tables.scatter_add_(1, self.indices.unsqueeze(2).expand_as(self.grads), self.grads)
 
     def keep(self, mask: Tensor) -> "Scattered":

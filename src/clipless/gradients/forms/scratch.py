@@ -1,8 +1,8 @@
-"""Memory for large buffers that live for a moment, used again from step to step.
+"""Memory for large temporary buffers, reused from step to step.
 
-What is freed at the end of a step, the C library gives back to the operating system, which hands it out anew page by page:
-that takes longer than writing to it. So large buffers are kept here, up to `KEPT` bytes in all. A buffer is free when no
-tensor lies in it any more; nobody has to say so. On other devices torch does this itself.
+The C library returns large freed buffers to the operating system, and page faults in new ones take longer than writing to
+them. So large buffers are kept here, up to `KEPT` bytes in total. A buffer is free again once no tensor uses its memory; it
+need not be returned. On other devices torch's allocator does this.
 """
 
 import math
@@ -11,7 +11,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-# Buffers from this size on are kept, and given to whoever needs at least two thirds of one.
+# Buffers of at least this size are kept, and reused for tensors of at least two thirds of their size.
 LARGE = 2**20
 KEPT = 64 * 2**20
 SLACK = 1.5
@@ -43,13 +43,13 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def forget() -> None:
-    """Give everything back that is not in use."""
+    """Free all buffers that are not in use."""
     with _LOCK:
         _BUFFERS[:] = [buffer for buffer in _BUFFERS if not alone(buffer)]
 
 
 def _new(size: int) -> Tensor:
-    """A new buffer, kept if there is room for it, for which unused ones have to go."""
+    """A new buffer. It is kept if there is room; unused ones are freed to make room."""
     for old in [buffer for buffer in _BUFFERS if alone(buffer)]:
         if sum(buffer.nbytes for buffer in _BUFFERS) + size <= KEPT:
             break
@@ -61,9 +61,9 @@ def _new(size: int) -> Tensor:
 
 
 def alone(tensor: Tensor) -> bool:
-    """Whether no other tensor, in Python, in torch or in another process, lies in this one's memory.
+    """Whether no other tensor, in Python, in torch or in another process, uses this one's memory.
 
-    Its storage has two references then: the tensor's and the one made here.
+    If so, its storage has two references: the tensor's, and the one made here.
 
     >>> one = torch.zeros(3)
     >>> alone(one), [alone(one) for other in (one[:2], one.detach())]

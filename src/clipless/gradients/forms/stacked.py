@@ -1,4 +1,4 @@
-"""A parameter that is a stack of matrices, as the experts of a mixture: what is known of each of them."""
+"""A parameter that is a stack of matrices, such as the experts of a mixture, with a form for each matrix."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -11,10 +11,7 @@ from clipless.gradients.forms.form import Form, NoChoice
 
 
 class Stacked(NoChoice):
-    """g_b has in every slice along the first dimension what the `parts` say, by its number, and zeros where there is none.
-
-    `size` is the number of slices.
-    """
+    """g_b consists of `size` slices along the first dimension: slice k is parts[k], or zeros without such a part."""
 
     def __init__(self, parts: Mapping[int, Form], size: int) -> None:
         self.parts, self.size = parts, size

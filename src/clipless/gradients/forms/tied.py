@@ -1,4 +1,4 @@
-"""A table that is an embedding and an output head at once.
+"""A table that is used as an embedding and as an output head.
 
 Index legend: b record, s and t position, v row of the table, d feature.
 """
@@ -18,9 +18,9 @@ from clipless.native.rows import widest
 
 
 class Tied:
-    """One table [v,d] used both by rows and as a matrix: g_b is the sum of both.
+    """A table [v,d] that is used both by rows and as a matrix: g_b is the sum of both gradients.
 
-    The cross term needs no table per record: Σ_ts δ_s[i_t]·(a_s·g_t), δ the gradient of the head's output.
+    The cross term of the norm needs no table per record: Σ_ts δ_s[i_t]·(a_s·g_t), δ the gradient of the head's output.
     """
 
     def __init__(self, table: Scattered, matrix: OuterProducts) -> None:

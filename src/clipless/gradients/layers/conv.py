@@ -23,8 +23,8 @@ from clipless.gradients.forms import (
 from clipless.gradients.layers.rule import Use, register
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
-# For the cost model: how often a grouped convolution moves its result, the calls that each of its groups is worth, and
-# those that a record alone is worth.
+# For the cost model: how often a grouped convolution moves its result, and the cost of each of its groups and of a single
+# record, in calls.
 GROUPED_MOVES = 6
 GROUPED_CALL = 4
 ONE_CALL = 40
@@ -47,7 +47,7 @@ def conv(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
 
 
 def padded(module: Conv, acts: Tensor) -> tuple[Tensor, list[int]]:
-    """The input as the kernel sees it, and the zero padding that is left to the convolution itself."""
+    """The padded input, and the zero padding that is left to the convolution itself."""
     rank = len(module.kernel_size)
     if module.padding_mode != "zeros":
         return F.pad(acts, module._reversed_padding_repeated_twice, mode=module.padding_mode), [0] * rank
@@ -59,9 +59,9 @@ def padded(module: Conv, acts: Tensor) -> tuple[Tensor, list[int]]:
 
 
 class Correlation:
-    """A convolution's weight gradient, g_b = the correlation of record b's input with its output's gradient.
+    """A convolution's weight gradient: g_b is the correlation of record b's input with the gradient of its output.
 
-    A transposed convolution gives them in each other's place.
+    For a transposed convolution the two are swapped.
     """
 
     def __init__(self, module: Conv | ConvTranspose, acts: Tensor, grads: Tensor, padding: list[int]) -> None:
@@ -79,7 +79,7 @@ class Correlation:
         torch.add(share, total, alpha=beta, out=total) if beta else total.copy_(share)
 
     def per_record(self) -> Tensor:
-        """One grouped convolution, with the records as its groups."""
+        """Computed by one grouped convolution, with the records as groups."""
         b = self.acts.shape[0]
         acts, grads = self.acts.reshape(1, -1, *self.acts.shape[2:]), self.grads.reshape(1, -1, *self.grads.shape[2:])
         weights = self._weight_gradient(acts, grads, groups=b * self.module.groups, copies=b)
@@ -119,7 +119,7 @@ class Correlation:
         return Rearranged(matrix.by(method), (*kernel, channels), order)
 
     def _patches(self) -> Tensor:
-        """What each position of the output sees, [b,t,i], the channels innermost so that they are copied in runs."""
+        """The receptive field of each position of the output, [b,t,i], channels innermost so that copies are long runs."""
         module, sizes = self.module, self.grads.shape[2:]
         sides = [side for pad in reversed(self.padding) for side in (pad, pad)]
         seen = F.pad(self.acts, sides).movedim(1, -1).contiguous()  # [b,*s,c]
@@ -133,7 +133,7 @@ class Correlation:
 
     def _weight_gradient(self, acts: Tensor, grads: Tensor, groups: int, copies: int) -> Tensor:
         out, *kernel = self.module.weight.shape
-        weight = acts.new_empty(copies * out, *kernel)  # its shape is asked for, its values are not read
+        weight = acts.new_empty(copies * out, *kernel)  # only its shape is used
         stride, dilation = list(self.module.stride), list(self.module.dilation)
         rank, mask = len(self.padding), [False, True, False]
         _, gradient, _ = torch.ops.aten.convolution_backward(

@@ -26,10 +26,10 @@ def conv_transpose(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
 
 
 def padded(module: ConvTranspose, acts: Tensor, grad: Tensor) -> tuple[Tensor, list[int]]:
-    """The output's gradient as the kernel sees it, and the zero padding that is left to the convolution itself.
+    """The padded gradient of the output, and the zero padding that is left to the convolution itself.
 
-    Output padding, by the module or by `output_size`, is what the output has over its natural size on the far side; the
-    kernel meets so much less zero padding there, and nothing at all beyond its last position.
+    Output padding, by the module or by `output_size`, extends the output on the far side, so there is that much less zero
+    padding there, and none beyond the kernel's last position.
     """
     padding: list[int] = list(module.padding)  # type: ignore[arg-type]
     geometry = zip(acts.shape[2:], module.stride, padding, module.dilation, module.kernel_size, strict=True)

@@ -15,7 +15,7 @@ from clipless.gradients.layers.rule import Use, register
 
 @register(nn.Embedding)
 def embedding(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
-    """`padding_idx` rows get no gradient. Tables with `max_norm` or `scale_grad_by_freq` are refused beforehand."""
+    """`padding_idx` rows get no gradient. Tables with `max_norm` or `scale_grad_by_freq` are refused before they run."""
     table = use.module
     assert isinstance(table, nn.Embedding)
     indices = (use.input.flatten(1) if use.input.dim() > 1 else use.input.unsqueeze(1)).long()  # [b,t]
@@ -51,7 +51,7 @@ def embedding_bag(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
 
 
 def _bags_by_offsets(table: nn.EmbeddingBag, given: dict[str, Any], grad: Tensor) -> Form:
-    """All indices in one line, [n], each in the bag of the last offset [b] before it."""
+    """For all indices in one tensor [n], each in the bag of the last offset [b] before it."""
     line, starts = given["input"].long(), given["offsets"][: len(grad)].long()
     if table.mode == "max":
         settings = (False, 2, False, None, table.include_last_offset, table.padding_idx)
@@ -77,7 +77,7 @@ def _bags_by_offsets(table: nn.EmbeddingBag, given: dict[str, Any], grad: Tensor
 
 
 def _largest(table: nn.EmbeddingBag, indices: Tensor) -> Tensor:
-    """For every bag and feature the row of the table that gave the maximum, [b,d]; any row for an empty bag."""
+    """For every bag and feature, the row of the table that has the maximum, [b,d]; any row for an empty bag."""
     starts = torch.arange(len(indices), device=indices.device) * indices.shape[1]
     settings = (False, 2, False, None, False, table.padding_idx)
     *_, rows = torch.embedding_bag(table.weight.detach(), indices.flatten(), starts, *settings)

@@ -1,4 +1,4 @@
-"""The rule for any other module: differentiate it again, one record at a time, all records at once by vmap."""
+"""The rule for any other module: recompute and differentiate it for each record, vectorised by vmap."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,9 +16,9 @@ from clipless.gradients.trees import differentiable
 
 
 def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
-    """Exact for every module whose output for a record depends on that record alone and that draws no random numbers.
+    """Exact for every module that draws no random numbers and whose output for a record depends on that record alone.
 
-    What vmap cannot trace (data-dependent control flow, in-place tricks) is run as a loop over the records.
+    What vmap cannot trace (data-dependent control flow, in-place operations) is run in a loop over the records.
     """
     leaves, spec = pytree.tree_flatten((use.args, dict(use.kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -31,7 +31,7 @@ def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
             value if dim is None else value.unsqueeze(dim) for value, dim in zip(record, use.dims, strict=True)
         )
         args, kwargs = pytree.tree_unflatten([next(values) if isinstance(x, Tensor) else x for x in leaves], spec)
-        with Replaced({id(own[path]): value for path, value in parameters.items()}):
+        with ReplacedParameters({id(own[path]): value for path, value in parameters.items()}):
             outputs = differentiable(functional_call(use.module, parameters, args, kwargs))
         rows = [out.squeeze(dim or 0) for out, dim in zip(outputs, use.out_dims, strict=True)]
         parts = [(row * cotangent).sum() for row, cotangent in zip(rows, cotangents, strict=True)]
@@ -44,7 +44,7 @@ def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
 def generic_rows(use: Use, grads: tuple[Tensor, ...], record: Tensor, records: int) -> dict[str, Form]:
     """As `generic`, for a module whose rows are not the records: it is run on all rows of one record at a time.
 
-    `record` says whose each of the `use.records` rows is, [n]; a tensor with one row per record has that.
+    `record` [n] has the record of each of the `use.records` rows. Tensors with one row per record are split by record.
     """
     leaves, spec = pytree.tree_flatten((use.args, dict(use.kwargs)))
     own = {path: use.module.get_parameter(path) for path in use.wanted}
@@ -67,7 +67,7 @@ def generic_rows(use: Use, grads: tuple[Tensor, ...], record: Tensor, records: i
         def pull_back(
             parameters: dict[str, Tensor], args: Any = args, kwargs: Any = kwargs, to: Any = cotangents
         ) -> Tensor:
-            with Replaced({id(own[path]): value for path, value in parameters.items()}):
+            with ReplacedParameters({id(own[path]): value for path, value in parameters.items()}):
                 outputs = differentiable(functional_call(use.module, parameters, args, kwargs))
             moved = [out.movedim(dim or 0, 0) for out, dim in zip(outputs, use.out_dims, strict=True)]
             return torch.stack([(row * cotangent).sum() for row, cotangent in zip(moved, to, strict=True)]).sum()
@@ -78,9 +78,9 @@ def generic_rows(use: Use, grads: tuple[Tensor, ...], record: Tensor, records: i
     return {path: Instantiated(value) for path, value in found.items()}
 
 
-class Replaced(TorchFunctionMode):
-    """Inside, operations that are given a tensor with one of these ids use the value for it instead: a parameter that a
-    module also holds in a list or a closure of its own, where `functional_call` does not reach."""
+class ReplacedParameters(TorchFunctionMode):
+    """Inside, operations use these values in place of the tensors with these ids. It reaches parameters that a module also
+    holds in a list or a closure, which `functional_call` does not."""
 
     def __init__(self, values: Mapping[int, Tensor]) -> None:
         super().__init__()

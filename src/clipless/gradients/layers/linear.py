@@ -19,7 +19,7 @@ def linear(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
 
 @register_named("transformers.pytorch_utils.Conv1D")
 def linear_transposed(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
-    """The linear layer of GPT-2, which keeps its weight as [i,o]."""
+    """The linear layer of GPT-2, whose weight is [i,o]."""
     acts = positions(use.input)  # [b,t,i]
     grad = positions(grads[0]).to(acts.dtype)  # [b,t,o]
     forms: dict[str, Form] = {}
@@ -31,7 +31,7 @@ def linear_transposed(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
 
 
 def summed(grad: Tensor) -> Tensor:
-    """[b,t,o] over the positions, [b,o]; a single one is what it is, without a copy."""
+    """The sum of [b,t,o] over positions, [b,o]; a view if there is only one position."""
     return grad.squeeze(1) if grad.shape[1] == 1 else grad.sum(1)
 
 

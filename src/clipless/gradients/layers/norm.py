@@ -1,4 +1,4 @@
-"""Normalisation layers that look at one record at a time."""
+"""Normalisation layers that treat each record by itself."""
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ def rms_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 def instance_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
-    """In eval mode also with running statistics; in training these are refused beforehand."""
+    """With running statistics only in eval mode: in training mode the module is refused before it runs."""
     module = use.module
     assert isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
     acts = use.batched(rank=1 + module._get_no_batch_dim())

@@ -16,7 +16,7 @@ from clipless.native.layer_norm import WIDEST, Sums, build
 
 def norm_sums(x: Tensor, grad: Tensor, trailing: int, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
     """The gradients of scale and shift, [b, *shape], from the input [b, ..., *shape] of a normalisation along the last
-    `trailing` dimensions and the gradient of its output. Without `centred` the mean is not taken off."""
+    `trailing` dimensions and the gradient of its output. Without `centred` the mean is not subtracted."""
     shape = x.shape[x.dim() - trailing :]
     width = math.prod(shape)
     small = 0 < width <= WIDEST and all(t.is_cpu and t.dtype is torch.float32 and t.is_contiguous() for t in (x, grad))
@@ -33,7 +33,7 @@ def by_torch(x: Tensor, grad: Tensor, eps: float, centred: bool) -> tuple[Tensor
 
 
 def _pairs(sums: Sums) -> Iterator[tuple[Tensor, Tensor]]:
-    """For numbers of positions and features that fill no block."""
+    """For numbers of positions and features that are no multiple of a block."""
     for t, d, centred in ((1, 1, True), (130, 37, True), (3, 256, False), (260, 3, False)):
         x = torch.linspace(-3, 3, 2 * t * d).mul_(17).sin_().view(2, t, d) + 0.5
         grad = torch.linspace(-1, 1, 2 * t * d).view(2, t, d)

@@ -9,7 +9,7 @@ from clipless.gradients.layers.rule import Use, register
 
 @register(nn.PReLU)
 def prelu(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
-    """Channels lie in dimension 1, as torch has it."""
+    """Channels lie in dimension 1, as in torch."""
     shared = use.module.num_parameters == 1
     acts = use.input if shared else use.batched(rank=2)  # [b,c,...]
     below = torch.where(acts > 0, 0.0, acts * grads[0])

@@ -1,4 +1,4 @@
-"""What a layer rule is given, and the registry that finds the rule of a module."""
+"""The arguments of a layer rule, and the registry of layer rules."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,12 +17,11 @@ from clipless.gradients.trees import Dims, plain_tensors
 
 @dataclass(frozen=True)
 class Use:
-    """One call of a module in the forward pass, as its rule sees it in the backward pass.
+    """One call of a module in the forward pass, for its rule in the backward pass.
 
-    `input` is the first tensor of its input, with the records first and in at least float32 if it is floating-point, as are
-    the gradients that a rule is given. `dims` and `out_dims` say along which dimension the records lie in each tensor of
-    the input and of the output, None where there are none. `kept` is what a layer that was taken over in the forward pass
-    left for its rule.
+    `input` is the first tensor of the input, records first, and in at least float32 if it is floating-point; so are the
+    gradients that a rule takes. `dims` and `out_dims` have the dimension of the records in each tensor of the input and the
+    output, None without records. `kept` is what a takeover has saved in the forward pass.
     """
 
     module: nn.Module
@@ -54,15 +53,15 @@ class Use:
         return inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
 
     def batched(self, rank: int = 0) -> Tensor:
-        """The input of a layer that takes dimension 0 for the batch and computes across the others.
+        """The input of a layer whose batch is dimension 0.
 
-        Refused if the records lie along another dimension, where the layer would mix them, or if the input has fewer
-        than `rank` dimensions, so that the layer takes it for a single record.
+        Raises if the records lie along another dimension, where the layer would mix them, or if the input has fewer than
+        `rank` dimensions, so that the layer treats it as a single record.
         """
         if self.dims[0] != 0 or self.input.dim() < rank:
             raise UnsupportedModule(
-                f"{self.module} does not take the dimension along which the records lie for the batch, so their "
-                "gradients cannot be told apart. Give it the records in the first dimension and all other dimensions "
+                f"{self.module} does not treat the dimension along which the records lie as the batch, so per-sample "
+                "gradients cannot be computed. Give it the records in the first dimension and all other dimensions "
                 "of its input."
             )
         return self.input
@@ -75,8 +74,7 @@ NAMED: dict[str, LayerRule] = {}
 
 
 def register(*kinds: type[nn.Module]) -> Callable[[LayerRule], LayerRule]:
-    """Decorator: this rule is for exactly these classes. A subclass may compute something else, so it is not covered
-    unless it keeps the class's own `forward`."""
+    """Decorator: use this rule for these classes, and for subclasses that do not override `forward`."""
 
     def enter(rule: LayerRule) -> LayerRule:
         REGISTRY.update(dict.fromkeys(kinds, rule))
@@ -118,7 +116,7 @@ def reweighted(module: nn.Module, weight: str | None = None) -> bool:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """The tensor in a type in which sums over positions are safe."""
+    """The tensor in its own type, or in float32 if that is narrower."""
     if tensor.dtype is torch.float32 or tensor.dtype is torch.float64:
         return tensor
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

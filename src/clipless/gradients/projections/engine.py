@@ -36,16 +36,16 @@ from clipless.gradients.projections.forward_mode import ForwardMode
 from clipless.gradients.projections.losses import Alias, Losses
 from clipless.gradients.projections.messages import differs, plain_backward, refuse_inputs, refuse_narrow
 from clipless.gradients.projections.repeated import sum_again, sum_without
-from clipless.gradients.randomness import own_generators
 from clipless.gradients.records import is_square, readings, resized
 from clipless.gradients.sums import Factors, Observe
 from clipless.gradients.trees import closed, opened, shapes_of
+from clipless.random_state import own_generators
 
 # Forward and backward mode may differ by so much, relative to the length of the clipped norms.
 TOLERANCE = 2e-3
 # And so much may rounding next to kinks change the sum of a pass that is run again with other kernels.
 NEAR = 0.05
-# As many rows go through the same kernels, so a record's output stays the same to the last digits, whatever the others are.
+# Without others in its batch a record's output changes in its last digits only: 3e-7 for an LSTM of two layers.
 DEPENDENT = 1e-5
 
 Directions = Callable[[int, Sequence[Tensor]], list[Tensor]]
@@ -59,7 +59,7 @@ class Part(MicroBatch):
 
 
 class ProjectionEngine:
-    """Turns backward passes of an ordinary model into clipped sums over the expected batch, as `Engine` does.
+    """Turns backward passes of an ordinary model into clipped sums, as `Engine` does.
 
     `directions(j, like)` gives the j-th vector of the step, shaped like the parameters: the same numbers for all
     micro-batches of a step. Flat clipping only.
@@ -72,14 +72,13 @@ class ProjectionEngine:
         observe: Observe | None,
         directions: Directions,
         projections: int,
-        expected_batch: float = 1.0,
     ) -> None:
         layers = self._map = ModelMap(model)
         self.parameters, self.modules = layers.parameters, layers.modules
         refuse_narrow(self.parameters)
         self._hooks = Hooks(layers, stray=plain_backward)
         self._factors, self._observe, self._directions = factors, observe, directions
-        self._projections, self._expected_batch = projections, expected_batch
+        self._projections = projections
         self._watch, self._structure, self._stand_ins = StateWatch(model), StructureWatch(model), StandIns(self._hooks)
         self._generators, self._schedule, self._number = own_generators(self.modules), CheckSchedule(), 0
         self._forward = ForwardMode()
@@ -123,7 +122,7 @@ class ProjectionEngine:
         return 0
 
     def complete(self) -> dict[str, Tensor]:
-        """The clipped sum of every parameter over the expected batch, zeros for those that no record reached."""
+        """The clipped sum of every parameter, zeros for those that no record reached."""
         sums = {}
         for name, parameter in self.parameters.items():
             kind = torch.promote_types(parameter.dtype, torch.float32)
@@ -218,7 +217,7 @@ class ProjectionEngine:
         norms = F.threshold(norms, least_norm(norms.dtype), 0.0).unsqueeze(0)
         finite = norms < torch.inf
         factors = self._factors(norms, [0]).masked_fill((norms == 0) | ~finite, 0.0)[0]
-        weights = (factors / self._expected_batch).to(losses.dtype)
+        weights = factors.to(losses.dtype)
         values, pulled, kernels = list(trainable.values()), function.pulled(weights), self._forward.kernels()
         if bool(finite.all()):
             grads = _dense(torch.autograd.grad(losses, values, weights, allow_unused=True))

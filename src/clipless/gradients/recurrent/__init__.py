@@ -1,4 +1,4 @@
-"""Recurrent layers: their cells, their passes through time, and how their kernels are taken over."""
+"""Recurrent layers: cells, forward and backward through time, and the takeover of torch's kernels."""
 
 from clipless.gradients.recurrent.rule import recurrent, recurrent_cell
 

@@ -1,7 +1,7 @@
-"""The maths of recurrent cells: one time step forward, in place in buffers for all of them, and backward.
+"""The maths of recurrent cells: one time step forward, in place in buffers for all steps, and backward.
 
 Index legend: b record, i in, h hidden (after the projection, if there is one), o hidden before it, g gates times hidden.
-Only the first n records may have a time step: then all tensors here are the first n rows of the buffers.
+If only the first n records have a time step, all tensors here are the first n rows of the buffers.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Weights(NamedTuple):
 
 
 class TimeStep(NamedTuple):
-    """One time step: the states before and after it, its gates, and what else a cell keeps of it."""
+    """One time step: the states before and after it, its gates, and what else the cell saves."""
 
     gates: Tensor  # [b,g]
     extra: Tensor | None  # [b,o]
@@ -36,8 +36,8 @@ class TimeStep(NamedTuple):
 
 
 class StepGradients(NamedTuple):
-    """Gradients at one time step. `h` and `c` come with those of the states after it; `c` is left with that of the state
-    before, `h` with the part of it that does not come through the gates, if the cell has one."""
+    """Gradients at one time step. On entry `h` and `c` are the gradients of the states after it. On return `c` is the
+    gradient of the state before it, and `h` the part of that which bypasses the gates, if the cell has one."""
 
     hidden_gates: Tensor  # [b,g], written by a cell in which the hidden state's part of the gates has its own gradient
     h: Tensor  # [b,o]
@@ -46,12 +46,12 @@ class StepGradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """`step` turns the input's part of the gates, W_ih x + biases, into the new state, and `back` the gates into their
-    gradients, both in place.
+    """`step` computes the new state from the input's part of the gates, W_ih x + biases; `back` turns the gates into their
+    gradients. Both work in place.
 
-    `extra` and `cell_state`: whether it has these. `own_hidden_part`: whether the gradients of the hidden state's part of
-    the gates differ from those of the input's. `carries`: whether the state reaches the next one other than by the gates.
-    `doubled`: the number of the gate whose input `step` wants twice, if there is one.
+    `extra` and `cell_state`: whether the cell has these. `own_hidden_part`: whether the gradients of the hidden state's part
+    of the gates differ from those of the input's part. `carries`: whether the state also reaches the next one without
+    passing the gates. `doubled`: the number of the gate whose input `step` takes times two, if there is one.
     """
 
     step: Callable[[Weights, TimeStep], None]
@@ -63,7 +63,7 @@ class Cell:
     doubled: int | None = None
 
     def prepared(self, weights: Weights) -> Weights:
-        """The weights that `step` is given, and that the input's part of the gates is computed with."""
+        """The weights for `step`, and for computing the input's part of the gates."""
         if self.doubled is None:
             return weights
         width = weights.hh.shape[0] // 4
@@ -73,7 +73,7 @@ class Cell:
         return Weights(weights.ih * factors, weights.hh * factors, bias_ih, bias_hh, weights.hr)
 
     def input_bias(self, weights: Weights) -> Tensor | None:
-        """What is added to the input's part of the gates for all time steps at once."""
+        """The bias of the input's part of the gates, for all time steps."""
         if weights.bias_ih is None or weights.bias_hh is None:
             return None
         if not self.own_hidden_part:
@@ -83,7 +83,7 @@ class Cell:
 
 
 def _tanh_step(weights: Weights, at: TimeStep) -> None:
-    """h' = tanh(W_ih x + b_ih + W_hh h + b_hh); `gates` comes with all but W_hh h."""
+    """h' = tanh(W_ih x + b_ih + W_hh h + b_hh); on entry `gates` has all but W_hh h."""
     torch.tanh(at.gates.addmm_(at.h, weights.hh.t()), out=at.new_h)
 
 
@@ -165,7 +165,7 @@ def _gru_back(at: TimeStep, grads_at: StepGradients) -> None:
 
 
 def _tanh_of_block(block: Tensor) -> None:
-    """tanh in place. Torch runs it in several threads only on contiguous memory, so a copy pays."""
+    """tanh in place, through a copy: torch uses several threads only on contiguous memory."""
     block.copy_(block.contiguous().tanh_())
 
 

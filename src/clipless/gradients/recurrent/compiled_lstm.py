@@ -1,4 +1,4 @@
-"""The LSTM cell by compiled code: one time step in two passes instead of seventeen, for float32 in main memory."""
+"""The compiled LSTM cell, for float32 on the CPU: two passes through memory for a time step instead of seventeen."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from clipless.native import checked, lstm
 
 
 def suited(cell: Cell, x: Tensor) -> Cell:
-    """The cell itself, or the compiled form of it where there is one for such tensors."""
+    """The compiled form of the cell, if there is one for such tensors, or the cell itself."""
     fast = compiled() if cell is CELLS["lstm"] and x.dtype == torch.float32 and x.device.type == "cpu" else None
     return fast or cell
 
@@ -39,12 +39,12 @@ def _build(library: Path) -> Cell | None:
 
 
 def _pairs(ours: Cell) -> Iterator[tuple[Tensor, Tensor]]:
-    """On numbers of every size, and on infinities and NaN."""
+    """For numbers of every magnitude, infinities and NaN."""
     return zip(_passed(ours), _passed(CELLS["lstm"]), strict=True)
 
 
 def _passed(cell: Cell) -> list[Tensor]:
-    """What a cell computes at one time step, forward and back."""
+    """The results of a cell at one time step, forward and backward."""
     sums = torch.linspace(-30, 30, 4 * 64).sin_().mul_(30).view(2, 128)
     sums[1, ::9] = torch.tensor([torch.inf, -torch.inf, 1e-30] * 5)
     weights = cell.prepared(Weights(torch.eye(128), torch.zeros(128, 32), None, None, None))

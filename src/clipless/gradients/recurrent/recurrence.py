@@ -1,10 +1,10 @@
-"""Recurrent layers through time, forward and backward, keeping what per-sample gradients need.
+"""Recurrent layers through time, forward and backward, saving what per-sample gradients need.
 
 Index legend: t position, b record, i in, h hidden (after the projection, if there is one), o hidden before it, g gates
 times hidden, l layer times direction. Positions come first in memory, so that one position is one block.
 
-The records are sorted by length, longest first, if they differ in it: `sizes` says how many have each position. A record
-keeps its state beyond its end and adds nothing there; in the reverse direction it starts from its end.
+Records of different lengths are sorted, longest first, and `sizes` has the number of records at each position. Beyond its
+end a record keeps its state and adds nothing; in the reverse direction it starts from its end.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ State = tuple[Tensor, ...]  # (h,), for an LSTM (h, c)
 
 
 class Trace(NamedTuple):
-    """What one layer in one direction keeps of its forward pass. `hidden` and `cells` also hold the initial state, at
-    the end if the direction is the reverse one; `kept` is what dropout multiplied the outputs of the layer below by."""
+    """What one layer in one direction saves in its forward pass. `hidden` and `cells` include the initial state, at the end
+    in the reverse direction; `kept` is the scaled dropout mask on the outputs of the layer below."""
 
     cell: Cell
     weights: Weights
@@ -52,11 +52,11 @@ class Trace(NamedTuple):
 
     @property
     def order(self) -> Sequence[int]:
-        """The positions as this direction goes through them."""
+        """The positions in the order of this direction."""
         return range(len(self.x))[:: -1 if self.reverse else 1]
 
     def time_steps(self, sizes: list[int]) -> list[TimeStep]:
-        """All positions, each with the records that have it."""
+        """The time step at each position, with the records that reach it."""
         past, future = self.before.unbind(0), self.outputs.unbind(0)
         nothing = [None] * len(past)
         cells = None if self.cells is None else self.cells.unbind(0)
@@ -80,7 +80,7 @@ class LayerGradients(NamedTuple):
     gates: Tensor  # [t,b,g]
     hidden_gates: Tensor  # [t,b,g]
     projected: Tensor | None  # [t,b,h]
-    state: State  # [b,h], for an LSTM's c [b,o]; not finished unless asked for
+    state: State  # [b,h], for an LSTM's c [b,o]; complete only on request
 
 
 class ForwardResult(NamedTuple):
@@ -96,14 +96,14 @@ class BackwardResult(NamedTuple):
 
     grads_at: list[LayerGradients]
     x: Tensor | None  # [t,b,i]
-    state: list[Tensor]  # [l,b,h], for an LSTM's c [l,b,o]; empty unless asked for
+    state: list[Tensor]  # [l,b,h], for an LSTM's c [l,b,o]; empty unless requested
 
 
 def forward(
     cell: Cell, layers: Sequence[Sequence[Weights]], x: Tensor, state: State, sizes: list[int], dropout: float = 0.0
 ) -> ForwardResult:
-    """Run x [t,b,i] through layers of one or two directions, from states of [l,b,h], with dropout between layers that draws
-    as torch's own kernel does."""
+    """Run x [t,b,i] through layers of one or two directions, from states [l,b,h]. Dropout between layers draws the same
+    random numbers as torch's kernel."""
     traces: list[Trace] = []
     kept = None
     for directions in layers:
@@ -128,8 +128,8 @@ def back(
     to_input: bool = False,
     to_state: bool = False,
 ) -> BackwardResult:
-    """From the gradients of the output [t,b,h] and of the final states [l,b,h] to those of the gates, and of the input and
-    the initial states if these are asked for. The traces are used up."""
+    """The gradients of the gates, and on request of the input and the initial states, from those of the output [t,b,h] and
+    the final states [l,b,h]. The traces are overwritten."""
     directions = 1 + traces[-1].reverse
     grads_at: list[LayerGradients] = []
     for number in reversed(range(0, len(traces), directions)):
@@ -184,8 +184,10 @@ def _forward(cell: Cell, weights: Weights, x: Tensor, start: State, sizes: list[
 
 
 def _back(trace: Trace, grad: Tensor | None, final: State, sizes: list[int], to_state: bool) -> LayerGradients:
-    """The gates are overwritten by their gradients: memory that is new in every step costs more than some of the maths."""
-    trace = trace._replace(gates=trace.gates.data)  # no new version: a second backward is for the hooks to refuse
+    """Overwrites the gates with their gradients: new memory at every step would cost more than some of the maths."""
+    trace = trace._replace(
+        gates=trace.gates.data
+    )  # keeps the version counter: the hooks, not autograd, refuse a second backward
     b, cell, weights, gates = trace.x.shape[1], trace.cell, trace.weights, trace.gates
     hidden_gates = torch.empty_like(gates) if cell.own_hidden_part else gates
     projected = None if weights.hr is None else torch.empty_like(trace.before)
@@ -209,5 +211,5 @@ def _back(trace: Trace, grad: Tensor | None, final: State, sizes: list[int], to_
 
 
 def _first(n: int, part: Any) -> Any:
-    """The first n records, with no slice taken if these are all: it would cost a tenth of a small computation."""
+    """The first n records; the tensor itself if these are all, since slicing is a tenth of the time of a small step."""
     return part if part is None or part.shape[0] == n else part[:n]

@@ -1,4 +1,4 @@
-"""Recurrent layers and cells, back through time by hand, which gives the gradients at their gates record by record.
+"""Layer rules of recurrent layers and cells: backpropagation through time, which gives the gates' gradients by record.
 
 Index legend: b record, t position, i in, h hidden (after the projection, if there is one), g gates times hidden, l layer
 times direction.
@@ -24,7 +24,7 @@ def recurrent(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
     """Any number of layers, both directions, projections, dropout between layers, given initial states, padded or packed
     sequences.
 
-    What the forward pass kept is used if it did; otherwise the layer is computed again.
+    Uses what a takeover has saved in the forward pass; without one the layer is recomputed.
     """
     module = use.module
     assert isinstance(module, nn.RNNBase)
@@ -52,7 +52,7 @@ def recurrent(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
 
 @register(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 def recurrent_cell(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
-    """One position. The engine combines the forms of the calls for all of them."""
+    """A single time step. The engine combines the forms of all calls."""
     module = use.module
     assert isinstance(module, nn.RNNCellBase)
     x, given = _arguments(*use.args, **use.kwargs)
@@ -86,7 +86,7 @@ def _computed_again(
 def _forms(
     use: Use, suffix: str, trace: Trace, layer_grads: LayerGradients, order: Tensor | None = None
 ) -> dict[str, Form]:
-    """The forms that are wanted of one layer in one direction, its records put into this order."""
+    """The wanted forms of one layer in one direction, with the records in this order."""
 
     def records_first(timed: Tensor) -> Tensor:
         return (timed if order is None else timed.index_select(1, order)).transpose(0, 1)
@@ -114,7 +114,7 @@ _NAMES = ("weight_ih", "weight_hh", "weight_hr", "bias_ih", "bias_hh")
 
 
 def _arguments(input: Any, hx: Any = None) -> tuple[Any, State]:
-    """The input and the initial states, under the names that torch gives them; no states if none were given."""
+    """The input and the initial states; the arguments have torch's names. The states are empty if none were given."""
     return input, () if hx is None else (hx,) if isinstance(hx, Tensor) else tuple(hx)
 
 
@@ -124,7 +124,7 @@ def _sorted(states: State, order: Tensor | None) -> State:
 
 
 def _as_given(sequences: Sequences, grad: Tensor) -> Tensor:
-    """The output's gradient, which comes with the records first, as the layer gives its output."""
+    """The output's gradient in the layout of the layer's output; `grad` has the records first."""
     return grad if sequences.batch_first or sequences.batch_sizes is not None else grad.transpose(0, 1)
 
 
@@ -133,7 +133,7 @@ def _stacked(states: State, like: Tensor) -> State:
 
 
 def _dim_of(use: Use, tensor: Tensor) -> int | None:
-    """Along which dimension the records lie in this tensor of the input."""
+    """The dimension of the records in this tensor of the input."""
     tensors = [leaf for leaf in pytree.tree_leaves((use.args, dict(use.kwargs))) if isinstance(leaf, Tensor)]
     return next(dim for leaf, dim in zip(tensors, use.dims, strict=True) if leaf is tensor)
 
@@ -141,8 +141,8 @@ def _dim_of(use: Use, tensor: Tensor) -> int | None:
 def _refuse(use: Use, module: nn.RNNBase, source: Tensor | PackedSequence) -> None:
     if use.kept is None and module.dropout > 0 and module.training and module.num_layers > 1:
         raise UnsupportedModule(
-            f"{module} draws its dropout between layers where it cannot be seen, in 16 bits or on packed sequences, so its "
-            "gradient per record cannot be computed again. Build single layers with dropout=0 and put nn.Dropout between "
+            f"{module} draws its dropout between layers inside torch's kernel, in 16 bits or on packed sequences, so its "
+            "per-sample gradients cannot be recomputed. Build single layers with dropout=0 and put nn.Dropout between "
             "them."
         )
     if isinstance(source, PackedSequence):

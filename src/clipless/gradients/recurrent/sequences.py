@@ -1,4 +1,4 @@
-"""Sequences as recurrent layers are given them, and positions first, records sorted by length, as they are computed.
+"""Conversion between the sequences that recurrent layers take and [t,b,d], positions first, records sorted by length.
 
 Index legend: t position, b record, d feature.
 """
@@ -11,27 +11,27 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """How the layer's input and output lie: [b,t,d], [t,b,d], or packed as [t·b,d] by the number of records that have
-    each position, `batch_sizes` [t]."""
+    """The layout of a layer's input and output: [b,t,d], [t,b,d], or packed as [t·b,d] with `batch_sizes` [t], the number of
+    records at each position."""
 
     batch_first: bool
     batch_sizes: Tensor | None = None
 
     def timed(self, data: Tensor) -> Tensor:
-        """The data as [t,b,d], zero where a record has no such position."""
+        """The data as [t,b,d], with zeros beyond a record's end."""
         if self.batch_sizes is None:
             return data.transpose(0, 1) if self.batch_first else data
         there = self._there(data)
         return data.new_zeros(*there.shape, data.shape[1]).masked_scatter_(there.unsqueeze(2), data)
 
     def given(self, timed: Tensor) -> Tensor:
-        """[t,b,d] as the layer is given its sequences."""
+        """[t,b,d] in the layer's own layout."""
         if self.batch_sizes is None:
             return timed.transpose(0, 1) if self.batch_first else timed
         return timed[self._there(timed)]
 
     def sizes(self, timed: Tensor) -> list[int]:
-        """How many records have each position."""
+        """The number of records at each position."""
         return [timed.shape[1]] * len(timed) if self.batch_sizes is None else self.batch_sizes.tolist()
 
     def _there(self, data: Tensor) -> Tensor:

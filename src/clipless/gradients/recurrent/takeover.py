@@ -1,9 +1,9 @@
-"""Recurrent layers computed in place of torch's kernel, which keeps nothing that gives per-sample gradients.
+"""Recurrent layers computed in place of torch's kernel, which does not save what per-sample gradients need.
 
-While the layer runs on an open micro-batch, the recurrence is computed here, once, keeping what the layer rule needs; in
-the backward pass the rule goes back through time and hands the gradients of the layer's input on to autograd. Nothing is
-wrapped: one weight in the layer's own list is replaced by an `Intercept`, the same value in a tensor class of its own, and
-torch hands the call of the kernel to that class.
+While the layer runs on an open micro-batch, the recurrence is computed here, once, and what the layer rule needs is saved.
+In the backward pass the rule goes back through time and passes the gradients of the layer's input to autograd. No module
+is wrapped: one weight in the layer's own list is replaced by an `Intercept`, a tensor subclass with the same value, and
+torch dispatches the call of the kernel to that class.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ KERNELS: dict[Any, Cell] = {getattr(torch._VF, name): cell for name, cell in CEL
 
 
 class InputGradients:
-    """The gradients of the layer's input and initial states, which its rule computes before autograd asks for them."""
+    """The gradients of the layer's input and initial states, computed by its rule before autograd needs them."""
 
     def __init__(self, wanted: Sequence[bool]) -> None:
         self.wanted = tuple(wanted)
@@ -30,20 +30,20 @@ class InputGradients:
 
 
 class SavedPass(NamedTuple):
-    """What a layer that was taken over leaves for its rule."""
+    """What a takeover saves in the forward pass for the layer rule."""
 
     traces: list[Trace]
     input_grads: InputGradients
 
     def copied(self) -> "SavedPass":
-        """A copy for a rule that must not use up what the next one needs."""
+        """A copy, for a rule that overwrites it when another rule is still to follow."""
         return SavedPass([trace._replace(gates=trace.gates.clone()) for trace in self.traces], self.input_grads)
 
 
 class Takeover:
-    """Answers the call of a layer's kernel, from now until `end`. `kept` is None as long as there was no such call, or if
-    it was left to the kernel: under autocast, in half precision, with dropout between layers on packed sequences, on
-    shapes that do not fit.
+    """Answers the calls of a layer's kernel, from now until `end`. `kept` is what it saved; None before the first call, or
+    if the call was left to the kernel: under autocast, in half precision, with dropout between layers on packed sequences,
+    or on shapes that do not fit.
     """
 
     def __init__(self, layer: nn.RNNBase) -> None:
@@ -59,7 +59,7 @@ class Takeover:
         return self._last
 
     def end(self) -> None:
-        """Put the weight back; a second time does nothing."""
+        """Restore the weight. A second call does nothing."""
         if isinstance(self._weights[-1], Intercept):
             self._weights[-1] = self._last
 
@@ -76,7 +76,7 @@ def take_over(module: nn.Module) -> Takeover | None:
 
 
 class Intercept(Tensor):
-    """Replaces one weight of a layer, so that the calls that the layer makes with it are handed to the takeover."""
+    """Replaces one weight of a layer, so that torch dispatches the layer's calls with it to the takeover."""
 
     takeover: Takeover
 
@@ -96,7 +96,7 @@ class Intercept(Tensor):
 
 
 class KernelCall(NamedTuple):
-    """What a layer calls its kernel with."""
+    """The arguments of a kernel call."""
 
     cell: Cell
     data: Tensor
@@ -157,7 +157,7 @@ def _weights(group: Sequence[Tensor], bias: bool) -> Weights:
 
 
 class Recurrence(torch.autograd.Function):
-    """The recurrence in place of the kernel. Outputs are copies of what is kept, so that they may be changed in place."""
+    """The recurrence in place of the kernel. Outputs are copies of what is saved, so that they may be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, takeover: Takeover, call: KernelCall, data: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
@@ -173,8 +173,8 @@ class Recurrence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if ctx.input_grads.grads is None:
             raise UnsupportedModule(
-                "the output of a recurrent layer was used before clipless saw it, so its gradient cannot be told apart by "
-                "record. Register forward hooks on the layer after make_private, or none."
+                "the output of a recurrent layer was used before clipless saw it, so per-sample gradients cannot be "
+                "computed. Register forward hooks on the layer after make_private, or none."
             )
         found, ctx.input_grads.grads = ctx.input_grads.grads, None
         return None, None, *found

@@ -1,4 +1,4 @@
-"""The states of all generators that a model may draw from: read, compared, and put back when it is run again."""
+"""The states of all random generators that a model may draw from: read, compared and restored."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ class RandomState(NamedTuple):
 
 
 def same_random_state(one: RandomState, other: RandomState) -> bool:
-    """Whether the same was drawn from the common generators on the way to both states."""
+    """Whether the global generators are in the same state in both; `own` is not compared."""
     numpy = all(np.array_equal(a, b) for a, b in zip(one.numpy, other.numpy, strict=True))
     cuda = all(torch.equal(one.cuda[device], other.cuda[device]) for device in one.cuda)
     return torch.equal(one.torch, other.torch) and one.python == other.python and numpy and cuda
@@ -41,34 +41,35 @@ def cuda_devices(module: nn.Module) -> set[torch.device]:
 
 
 def random_state_of(devices: Iterable[torch.device], own: Sequence[Generator]) -> RandomState:
-    """The present state of the common generators, on these devices, and of `own`."""
+    """The present state of the global generators, on these devices, and of `own`."""
     cuda = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
     return RandomState(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state(), list(map(_get, own)))
 
 
 @contextmanager
 def random_state_restored(state: RandomState, own: Sequence[Generator]) -> Iterator[None]:
-    """Continue from `state` inside, and from the present state afterwards."""
+    """Inside, draw from `state` on; afterwards, from the present state on."""
     before = random_state_of(state.cuda, own)
-    _put(state, own)
+    set_random_state(state, own)
     try:
         yield
     finally:
-        _put(before, own)
+        set_random_state(before, own)
 
 
 @contextmanager
 def random_state_kept(module: nn.Module) -> Iterator[None]:
-    """Leave all generators that the module may draw from as they were, whatever is drawn inside."""
+    """Restore all generators that the module may draw from, whatever is drawn inside."""
     own = own_generators(module.modules())
     before = random_state_of(cuda_devices(module), own)
     try:
         yield
     finally:
-        _put(before, own)
+        set_random_state(before, own)
 
 
-def _put(state: RandomState, own: Sequence[Generator]) -> None:
+def set_random_state(state: RandomState, own: Sequence[Generator]) -> None:
+    """Restore what `random_state_of` returned for the same generators."""
     torch.set_rng_state(state.torch)
     for device, value in state.cuda.items():
         torch.cuda.set_rng_state(value, device)

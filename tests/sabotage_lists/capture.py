@@ -1,0 +1,208 @@
+"""Where gradients of single records come from: hooks, taps, traced parameters, rows, and what is refused."""
+
+from sabotage_lists.one import Sabotage
+
+WATCH, RECEIVER, RECORDER = (f"gradients/capture/{name}.py" for name in ("watch", "receiver", "recorder"))
+CROSSING, ENGINE = "gradients/capture/crossing.py", "gradients/engine.py"
+PROMISES, MISUSE, TRACED = "tests/test_promises.py", "tests/test_misuse.py", "tests/gradients/capture/test_traced.py"
+LAYOUTS = "tests/gradients/capture/test_row_layouts.py"
+EXACT = "tests/gradients/test_engine.py::test_engine_agrees_with_oracle"
+
+SABOTAGES = (
+    Sabotage(
+        "writes-not-counted",
+        WATCH,
+        "if list(map(_VERSION, tensors.values())) != self._versions:",
+        "if False:",
+        (f"{PROMISES}::test_a_write_is_seen_in_steps_that_are_not_checked_too",),
+    ),
+    Sabotage(
+        "contents-not-compared",
+        WATCH,
+        "            if not _equal(tensors[name].detach(), value):\n",
+        "            if False:\n",
+        (f"{PROMISES}::test_a_forward_pass_that_writes_into_the_model_is_refused", MISUSE),
+    ),
+    Sabotage(
+        "buffers-may-be-replaced",
+        WATCH,
+        "            if tensors.get(name) is not buffer:\n",
+        "            if False:\n",
+        (PROMISES, MISUSE),
+    ),
+    Sabotage(
+        "attributes-not-compared",
+        WATCH,
+        "if not last_pass and not _equal(found, value):",
+        "if False:",
+        (f"{PROMISES}::test_a_forward_pass_that_writes_into_the_model_is_refused", PROMISES),
+    ),
+    Sabotage(
+        "writes-after-the-pass-not-seen",
+        ENGINE,
+        "        self._watch.refuse_step()\n",
+        "",
+        (f"{PROMISES}::test_a_pass_without_gradients_on_the_open_batch_writes_nothing_either", PROMISES),
+    ),
+    Sabotage(
+        "modules-may-be-added",
+        WATCH,
+        "*map(id, module._parameters.values())] != contents:",
+        "*map(id, module._parameters.values())] is None:",
+        (f"{PROMISES}::test_modules_that_come_later_are_seen_at_the_next_pass",),
+    ),
+    Sabotage(
+        "means-in-half-precision",
+        RECEIVER,
+        "                if grad.dtype.itemsize < 4:\n",
+        "                if False:\n",
+        (f"{PROMISES}::test_a_mean_loss_in_half_precision_is_refused",),
+    ),
+    Sabotage(
+        "gradients-of-gradients",
+        RECEIVER,
+        "        if torch.is_grad_enabled():\n",
+        "        if False:\n",
+        (f"{MISUSE}::test_create_graph_is_refused",),
+    ),
+    Sabotage(
+        "second-backward",
+        RECEIVER,
+        "        if self.micro.done:\n",
+        "        if False:\n",
+        (f"{MISUSE}::test_two_backwards_on_one_batch_are_refused",),
+    ),
+    Sabotage(
+        "batches-of-ones-own",
+        RECEIVER,
+        "        if self.micro is None or origin is not self.micro:\n",
+        "        if False:\n",
+        (f"{MISUSE}::test_a_batch_of_ones_own_is_refused_before_and_after_a_step",),
+    ),
+    Sabotage(
+        "rows-that-nothing-tells-apart",
+        RECEIVER,
+        "        if micro.records > 1:\n            raise messages.unidentified_rows(tap.owner)\n",
+        "",
+        (LAYOUTS,),
+    ),
+    Sabotage(
+        "mode-changed-before-backward",
+        RECEIVER,
+        "if micro.modes and micro.modes != list(map(TRAINING, self._modules)):",
+        "if False:",
+        (f"{PROMISES}::test_another_mode_between_forward_and_backward_is_refused",),
+    ),
+    Sabotage(
+        "outputs-that-hide-their-gradient",
+        RECEIVER,
+        "if tap.forward_pass is not None and tap.forward_pass.hidden:",
+        "if False:",
+        ("tests/gradients/checks/test_self_check.py::test_an_output_that_cannot_be_found_is_refused",),
+    ),
+    Sabotage(
+        "data-that-are-not-finite",
+        ENGINE,
+        "self._recorder.checks_data = len(groups) > 1",
+        "self._recorder.checks_data = False",
+        ("tests/gradients/test_engine.py::test_data_that_are_not_finite_count_for_nothing_in_any_group",),
+    ),
+    Sabotage(
+        "losses-of-any-shape",
+        ENGINE,
+        "    if losses.shape != (micro.records,):\n",
+        "    if False:\n",
+        (f"{PROMISES}::test_what_is_not_one_loss_per_record_is_refused",),
+    ),
+    Sabotage(
+        "losses-taken-for-a-mean",
+        ENGINE,
+        "            micro.averaged, micro.scale = False, 1.0\n",
+        "",
+        (f"{PROMISES}::test_both_forms_of_backward_give_the_same_release",),
+    ),
+    Sabotage(
+        "operations-that-mix",
+        "gradients/capture/traced.py",
+        "    if all(apart) or not (any(apart) or any(",
+        "    if True or all(apart) or not (any(apart) or any(",
+        (f"{TRACED}::test_records_that_meet_in_an_operation_are_refused_by_name",),
+    ),
+    Sabotage(
+        "traced-sum-over-the-records",
+        CROSSING,
+        "    return grads.sum(wide, keepdim=True) if wide else grads",
+        "    return grads.mean(wide, keepdim=True) if wide else grads",
+        (f"{TRACED}::test_the_gradient_of_what_was_broadcast_is_summed_record_by_record",),
+    ),
+    Sabotage(
+        "traced-parameter-counted-once",
+        "gradients/capture/operations.py",
+        "receiver.expect([root.name for traced in crossing.traced for root in traced.roots])",
+        "receiver.expect([root.name for traced in crossing.traced for root in traced.roots][:1])",
+        (f"{TRACED}::test_agrees_with_the_oracle", TRACED),
+    ),
+    Sabotage(
+        "rows-in-the-order-they-came",
+        "gradients/forms/routed.py",
+        "placed[self._slots] = rows[self._order]",
+        "placed[self._slots] = rows[: len(self._order)]",
+        (f"{LAYOUTS}::test_agrees_with_single_records",),
+    ),
+    Sabotage(
+        "rows-of-nobody-go-to-the-first-record",
+        "gradients/forms/routed.py",
+        "kept(part, record >= 0)",
+        "part",
+        (LAYOUTS,),
+    ),
+    Sabotage(
+        "generic-module-draws-at-random",
+        "gradients/capture/frames.py",
+        "        if before is not None and not same_random_state(before, random_state_of(before.cuda, ())):\n",
+        "        if False:\n",
+        (f"{TRACED}::test_a_module_taken_as_a_whole_must_not_draw_random_numbers",),
+    ),
+    Sabotage(
+        "batch-norm-in-training",
+        "gradients/capture/refusals.py",
+        "return module.training or module.running_mean is None",
+        "return False",
+        (f"{MISUSE}::test_modules_that_mix_or_remember_records_are_refused_by_name",),
+    ),
+    Sabotage(
+        "batch-norm-switched-on-later",
+        RECORDER,
+        "        if layer.suspect:\n            refuse_module(layer.module, layer.name)\n",
+        "",
+        (f"{MISUSE}::test_batchnorm_that_is_switched_on_later_is_refused",),
+    ),
+    Sabotage(
+        "embeddings-with-max-norm",
+        "gradients/capture/refusals.py",
+        "return module.max_norm is not None",
+        "return False",
+        (f"{MISUSE}::test_modules_that_mix_or_remember_records_are_refused_by_name",),
+    ),
+    Sabotage(
+        "more-rows-than-announced",
+        "gradients/capture/probe.py",
+        "        messages.refuse_unfit_inputs(layer.name, inputs, records)\n",
+        "",
+        (f"{MISUSE}::test_more_or_fewer_rows_than_announced_are_refused",),
+    ),
+    Sabotage(
+        "torn-backward-goes-on",
+        RECEIVER,
+        "elif arrivals.task != torch._C._current_graph_task_id() and not micro.late:",
+        "elif False:",
+        ("tests/gradients/capture/test_passes.py",),
+    ),
+    Sabotage(
+        "weights-compute-their-own-gradient",
+        RECORDER,
+        "            if parameter.requires_grad:\n                parameter.requires_grad = False\n",
+        "            if parameter.requires_grad:\n",
+        ("tests/test_private.py::test_gradients_are_hidden_until_step_sets_them", "tests/gradients/test_costs.py"),
+    ),
+)
