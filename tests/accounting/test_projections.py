@@ -33,6 +33,15 @@ def test_epsilon_falls_with_the_projections_towards_the_exact_one_and_stays_abov
     assert found[-1] < 1.02 * exact
 
 
+@pytest.mark.parametrize("r", [1, 5, 20, 100])
+def test_calibration_is_on_the_safe_side(r: int) -> None:
+    z = clipless.noise_multiplier(3.0, 1e-5, 0.05, 300, projections=r)
+    assert 2.9 < clipless.epsilon(z, 0.05, 300, 1e-5, projections=r) <= 3.0
+    assert z > clipless.noise_multiplier(3.0, 1e-5, 0.05, 300)
+    with pytest.raises(InvalidArgument, match="rdp cannot account"):
+        clipless.noise_multiplier(3.0, 1e-5, 0.05, 300, "rdp", projections=r)
+
+
 @pytest.mark.parametrize("statistic", [math.inf, 3.0])
 @pytest.mark.parametrize("removing", [True, False])
 def test_a_composed_value_is_that_of_a_simulation(removing: bool, statistic: float) -> None:

@@ -72,16 +72,22 @@ def accountant_named(name: str) -> Accountant:
 
 
 def epsilon(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = defaults.ACCOUNTANT
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    accountant: str = defaults.ACCOUNTANT,
+    projections: int | None = None,
 ) -> float:
     """What `steps` steps of DP-SGD spend at `delta`, for adding or removing one record, with Poisson batches.
 
     "pld" (tight) and "rdp" are upper bounds. "gdp" is an approximation that can under-report. Numbers too small or too
-    large to compute with are refused: `clipless.arguments` has the limits.
+    large to compute with are refused: `clipless.arguments` has the limits. `projections` are those of `gradients="jl"`.
 
     >>> round(epsilon(noise_multiplier=1.1, sample_rate=0.01, steps=1000, delta=1e-5), 2)
     1.52
     """
-    event = StepEvent(arguments.rate(sample_rate), arguments.usable_multiplier("noise_multiplier", noise_multiplier))
+    z = arguments.usable_multiplier("noise_multiplier", noise_multiplier)
+    event = StepEvent(arguments.rate(sample_rate), z, (), projections)
     count = arguments.step_count(steps)
     return accountant_named(accountant).epsilon(((event, count),), arguments.failure_probability(delta))

@@ -26,9 +26,15 @@ class OutOfReach(InvalidArgument):
 
 
 def noise_multiplier(
-    epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = defaults.ACCOUNTANT
+    epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = defaults.ACCOUNTANT,
+    projections: int | None = None,
 ) -> float:
-    """The smallest noise multiplier with which `steps` steps spend at most (epsilon, delta).
+    """The smallest noise multiplier with which `steps` steps, with so many `projections` if any, spend at most
+    (epsilon, delta).
 
     Promise: `clipless.epsilon` of the result is never above `epsilon`, and at least 99 % of it. The one exception: where
     delta exceeds the probability that a record is ever sampled, "pld" accepts any noise and `LEAST_MULTIPLIER` is
@@ -45,13 +51,16 @@ def noise_multiplier(
         arguments.rate(sample_rate),
         arguments.step_count(steps),
         accountant_named(accountant).name,
+        projections,
     )
 
 
 @lru_cache(maxsize=1024)
-def _noise_multiplier(target: float, delta: float, rate: float, steps: int, accountant: str) -> float:
+def _noise_multiplier(
+    target: float, delta: float, rate: float, steps: int, accountant: str, projections: int | None = None
+) -> float:
     def spent(z: float) -> float:
-        return epsilon_of(z, rate, steps, delta, accountant)
+        return epsilon_of(z, rate, steps, delta, accountant, projections)
 
     start = 1.0 if accountant == "gdp" else _noise_multiplier(target, delta, rate, steps, "gdp")
     return search(spent, target, start)

@@ -1,6 +1,9 @@
 """gradients="jl": the law of its norms, its releases by hand, agreement with the exact engine, and what it refuses."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from torch.utils.data import TensorDataset
 import clipless
 from clipless.clipping import RULES, abadi
 from clipless.errors import InvalidArgument, Misuse, UnsupportedModule
+from clipless.gradients.checks.self_check import CheckSchedule
 from clipless.gradients.projections import ProjectionEngine
 from clipless.noise import noise_source
 from clipless.noise.keys import KEY, SeededKeys, keystream
@@ -248,6 +252,18 @@ def test_runs_resume_bit_for_bit_and_record_their_projections(tmp_path: Path, cl
     assert found.spent().epsilon == whole.private.spent().epsilon > clipless.epsilon(2.0, 12 / 60, STEPS, 1e-5)
 
 
+def test_a_report_says_that_norms_were_estimated(tmp_path: Path) -> None:
+    made = run()
+    made.private.save_to(tmp_path / "ledger.jsonl")
+    made.go(2).close()
+    shown = subprocess.run(
+        [sys.executable, "-m", "clipless", "report", str(tmp_path / "ledger.jsonl")],
+        capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1", "COLUMNS": "200"},
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert "estimated by 4 random projections" in shown.stdout
+
+
 def test_secure_noise_gives_other_vectors_in_every_run() -> None:
     one, two = (run(seed=None).private._vector(0, [torch.zeros(5)])[0] for _ in range(2))
     assert not torch.equal(one, two)
@@ -375,6 +391,34 @@ def test_frozen_parameters_and_sparse_tables_are_left_to_autograd() -> None:
     found = projected(model, x, y, 2)[0]
     assert found.keys() == exact.keys() == {"0.weight", "3.weight", "3.bias"}
     assert distance(found, exact) < 1e-5
+
+
+class Rounding(nn.Linear):
+    """Its first pass is another function than all later ones, by a little, as another kernel's rounding can make it."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor, self.factor = self.factor, 1.0
+        return super().forward(x) * factor
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.02, 1.2])
+def test_the_sum_is_that_of_the_gradients_whose_norms_were_estimated(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckSchedule, "due", lambda self, records: False)  # a check would see it
+    torch.manual_seed(0)
+    model, x, y = Rounding(4, 3), torch.randn(6, 4), torch.randint(3, (6,))
+    first = x @ model.weight.T * factor + model.bias * factor
+    at_output = torch.autograd.grad(F.cross_entropy(first, y, reduction="sum"), first)[0]
+    model.factor = factor
+    if factor > 1.05:
+        with pytest.raises(UnsupportedModule, match="do not agree"):
+            projected(model, x, y, 3)
+        return
+    found = projected(model, x, y, 3)[0]
+    torch.testing.assert_close(found["weight"], at_output.T @ x, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("where", ["model", "losses"])

@@ -102,6 +102,7 @@ def _run_rows(plan: dict[str, Any], spent: Spent) -> dict[str, str]:
         "batches": f"{plan['sampling']}, {plan['expected_batch']} expected of {plan['dataset_size']}",
         "clipping": "; ".join(_clipping_row(phase) for phase in plan["clipping"].get("phases", [plan["clipping"]])),
         "noise": f"multiplier {plan['noise_multiplier']:.4g}, source {plan['noise']}",
+        **({"norms": f"estimated by {plan['projections']} random projections"} if "projections" in plan else {}),
     }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from clipless.clipping import least_norm
-from clipless.errors import Misuse, UnsupportedModule
+from clipless.errors import Misuse
 from clipless.gradients.capture import messages
 from clipless.gradients.capture.hooks import Hooks
 from clipless.gradients.capture.micro_batch import MicroBatch
@@ -32,17 +32,20 @@ from clipless.gradients.checks.seeds import sketch
 from clipless.gradients.checks.self_check import CheckSchedule
 from clipless.gradients.checks.totals import refuse_dependent
 from clipless.gradients.engine import refuse_losses
-from clipless.gradients.projections.forward_mode import tangents
+from clipless.gradients.projections.forward_mode import ForwardMode
 from clipless.gradients.projections.losses import Alias, Losses
 from clipless.gradients.projections.messages import differs, plain_backward, refuse_inputs, refuse_narrow
-from clipless.gradients.records import is_square, readings, resized, selected
+from clipless.gradients.projections.repeated import sum_again, sum_without
+from clipless.gradients.records import is_square, readings, resized
 from clipless.gradients.sums import Factors, Observe
-from clipless.gradients.trees import closed, differentiable, opened, shapes_of
+from clipless.gradients.trees import closed, opened, shapes_of
 from clipless.random_state import own_generators
 
 # Forward and backward mode may differ by so much, relative to the length of the clipped norms.
 TOLERANCE = 2e-3
-# As many rows go through the same kernels, so a record's output stays the same to the last digits, whatever the others are.
+# And so much may rounding next to kinks change the sum of a pass that is run again with other kernels.
+NEAR = 0.05
+# Without others in its batch a record's output changes in its last digits only: 3e-7 for an LSTM of two layers.
 DEPENDENT = 1e-5
 
 Directions = Callable[[int, Sequence[Tensor]], list[Tensor]]
@@ -56,7 +59,7 @@ class Part(MicroBatch):
 
 
 class ProjectionEngine:
-    """Turns backward passes of an ordinary model into clipped sums over the expected batch, as `Engine` does.
+    """Turns backward passes of an ordinary model into clipped sums, as `Engine` does.
 
     `directions(j, like)` gives the j-th vector of the step, shaped like the parameters: the same numbers for all
     micro-batches of a step. Flat clipping only.
@@ -78,6 +81,7 @@ class ProjectionEngine:
         self._projections = projections
         self._watch, self._structure, self._stand_ins = StateWatch(model), StructureWatch(model), StandIns(self._hooks)
         self._generators, self._schedule, self._number = own_generators(self.modules), CheckSchedule(), 0
+        self._forward = ForwardMode()
         self._inside: list[tuple[Layer, ForwardPass | None, bool]] = []
         self._part: Part | None = None
         self._sums: dict[str, Tensor] = {}
@@ -220,13 +224,18 @@ class ProjectionEngine:
         finite = norms < torch.inf
         factors = self._factors(norms, [0]).masked_fill((norms == 0) | ~finite, 0.0)[0]
         weights = factors.to(losses.dtype)
+        values, pulled, kernels = list(trainable.values()), function.pulled(weights), self._forward.kernels()
         if bool(finite.all()):
-            values = list(trainable.values())
-            grads: Sequence[Tensor | None] = torch.autograd.grad(losses, values, weights, allow_unused=True)
+            grads = _dense(torch.autograd.grad(losses, values, weights, allow_unused=True))
         else:
-            grads = self._without(~finite[0], function, part, weights, trainable)
-        grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
-        self._refuse_differences(grads, first, weights, products, norms[0])
+            grads = _dense(sum_without(~finite[0], part.passes, pulled, values))
+        estimates = (first, weights, products, norms[0])
+        if not self._agree(grads, *estimates):
+            # Other kernels round differently, and next to a kink that is another gradient: take the one that was estimated.
+            again = _dense(sum_again(kernels, part.passes, pulled, values)) if bool(finite.all()) else grads
+            if not self._agree(again, *estimates) or not _near(again, grads):
+                raise differs()
+            grads = again
         for name, grad in zip(trainable, grads, strict=True):
             if grad is not None:
                 wide = torch.float64 if grad.is_cpu or grad.is_cuda else torch.float32
@@ -246,7 +255,7 @@ class ProjectionEngine:
             moved: list[Tensor | None] = []
             for one in part.passes:
                 assert one.rerun is not None
-                found = tangents(one.rerun, one.name, directions)
+                found = self._forward.tangents(one.rerun, one.name, directions)
                 if len(found) <= max(one.places):
                     raise differs()
                 moved += [found[place] for place in one.places]
@@ -256,42 +265,29 @@ class ProjectionEngine:
             squares = squares + product.square()
         return kept, products, squares
 
-    def _without(
-        self, broken: Tensor, function: Losses, part: Part, weights: Tensor, trainable: dict[str, nn.Parameter]
-    ) -> Sequence[Tensor | None]:
-        """The weighted sum where some records are not finite: the passes are run again with another record in the place of
-        each, and nothing of it is added. 0 times infinity would be no number."""
-        if bool(broken.all()):
-            return [None] * len(trainable)
-        rows = torch.where(broken, int((~broken).int().argmax()), torch.arange(len(broken), device=broken.device))
-        pulled, outputs, arrived = iter(function.pulled(weights)), [], []
-        for one in part.passes:
-            assert one.rerun is not None
-            grads = [next(pulled) for _ in one.outputs]
-            if not one.reading or any(dim is None for dim in one.out_dims):
-                raise UnsupportedModule(
-                    f"a record's gradient is not finite, and {one.name!r} has no row for each record in its input and "
-                    "output, so that it cannot be left out. Return one row per record, or use gradients='exact'."
-                )
-            with torch.enable_grad():
-                again = differentiable(one.rerun(selected(one.rerun.inputs, one.reading, rows))[0])
-            for place, grad, dim in zip(one.places, grads, one.out_dims, strict=True):
-                if grad is not None:
-                    outputs.append(again[place])
-                    arrived.append(grad.index_fill(dim or 0, broken.nonzero()[:, 0], 0.0))
-        return torch.autograd.grad(outputs, list(trainable.values()), arrived, allow_unused=True)
-
-    def _refuse_differences(
+    def _agree(
         self, grads: Sequence[Tensor | None], first: list[Tensor], weights: Tensor, products: Tensor, norms: Tensor
-    ) -> None:
-        """Raise unless the sum's product with the first vector is that of the records' products."""
+    ) -> bool:
+        """Whether the sum's product with the first vector is that of the records' products."""
         used = weights != 0
         ours = float((weights.double() * products)[used].sum())
         theirs = sum(float((g.double() * u.double()).sum()) for g, u in zip(grads, first, strict=True) if g is not None)
         size = float((weights.double() * norms.double())[used].norm()) + abs(ours)
-        if not abs(ours - theirs) <= TOLERANCE * size + 1e-30:
-            raise differs()
+        return abs(ours - theirs) <= TOLERANCE * size + 1e-30
 
 
 def _dim(output: Tensor, records: int) -> int | None:
     return output.shape.index(records) if records in output.shape else None
+
+
+def _dense(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+
+
+def _near(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> bool:
+    """Whether two sums are the same but for rounding next to kinks."""
+    if any((a is None) != (b is None) for a, b in zip(one, other, strict=True)):
+        return False
+    pairs = [(a.double(), b.double()) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
+    apart = sum(float((a - b).square().sum()) for a, b in pairs)
+    return apart <= NEAR**2 * sum(float(b.square().sum()) for _, b in pairs)
