@@ -23,6 +23,7 @@ from clipless.accounting import Spent
 from clipless.arguments import named, positive
 from clipless.averaging import Prediction, Thinning, averaged
 from clipless.clipping import Clipping
+from clipless.distributed import is_sharded
 from clipless.errors import InvalidArgument, Misuse
 from clipless.partition import partition
 from clipless.phases import Schedule, as_schedule
@@ -83,6 +84,10 @@ def sgld(
     has it) or a number. After the share `burn_in` of the steps every `thinning`-th weights are kept. Thresholds must be
     constant; any rule and partition will do. See docs/langevin.md.
     """
+    if is_sharded(model):
+        raise InvalidArgument(
+            "sgld keeps samples of all weights, and this model is sharded over processes: leave fully_shard out."
+        )
     data, own_batch_size, _ = source_of(dataset)
     records = len(data)  # type: ignore[arg-type]
     batch = refusals.one_batch_size(batch_size, own_batch_size)

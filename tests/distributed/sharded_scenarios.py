@@ -265,6 +265,9 @@ def refusals(group: Any) -> dict[str, str]:
         "check": tried(sharded(network(), group), check=check),
         "checked": refused(lambda: clipless.check(sharded(network(), group), *check)),
         "projections": tried(sharded(network(), group), gradients="jl"),
+        "sampler": refused(
+            lambda: clipless.sgld(sharded(network(), group), dataset(), step_size=0.1, batch_size=4, steps=2)
+        ),
         "broadcast": refused(lambda: clipless.broadcast_weights(sharded(network(), group), group)),
         "inside": inside,
         "stray": stray,

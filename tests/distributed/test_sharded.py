@@ -163,6 +163,7 @@ REFUSED = {
     "check": r"Misuse: check= runs the model in one process: call clipless\.check\(\.\.\.\) before fully_shard",
     "checked": r"Misuse: parameter '0\.weight' is sharded over processes \(DTensor\)",
     "projections": r"InvalidArgument: gradients='jl' needs the whole model in one process, and this one is sharded",
+    "sampler": r"InvalidArgument: sgld keeps samples of all weights, and this model is sharded",
     "broadcast": r"Misuse: the model is sharded: every rank has a part of the weights",
     "inside": r"Misuse: module '0' of a sharded model was called by itself",
     "never called": r"UnsupportedModule: module 'attention\.self_attn' runs while its parameters are sharded",
