@@ -4,6 +4,7 @@ Everything that knows the inside of the library stands here, so that the tests a
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from clipless.gradients.capture import refusals
 from clipless.gradients.checks.self_check import SelfCheck
 from clipless.noise import NoiseSource
 from clipless.private import Private
-from clipless.sampling.loader import PoissonSampler
+from clipless.sampling.loader import Batch, PoissonSampler
 
 NEXT_TO_NOTHING = 1e-9
 
@@ -85,22 +86,27 @@ def layer_missing_from_norm(patch: pytest.MonkeyPatch) -> None:
 
 
 def records_twice(patch: pytest.MonkeyPatch) -> None:
-    """Seam: `PoissonSampler.indices`."""
-    original = PoissonSampler.indices
-    patch.setattr(PoissonSampler, "indices", lambda self, draw: original(self, draw).repeat(2))
+    """Seam: `PoissonSampler.batch`."""
+    original = PoissonSampler.batch
+
+    def broken(self: PoissonSampler, draw: int) -> tuple[Batch, Tensor]:
+        batch, indices = original(self, draw)
+        return replace(batch, records=2 * batch.records), indices.repeat(2)
+
+    patch.setattr(PoissonSampler, "batch", broken)
 
 
 def shuffled_batches(patch: pytest.MonkeyPatch) -> None:
-    """Seam: `PoissonSampler.indices`. Every epoch deals out all records in batches of equal size."""
+    """Seam: `PoissonSampler.batch`. Every epoch deals out all records in batches of equal size."""
 
-    def broken(self: PoissonSampler, draw: int) -> Tensor:
+    def broken(self: PoissonSampler, draw: int) -> tuple[Batch, Tensor]:
         size = round(self.rate * self.size)
         per_epoch = self.size // size
         seed = int.from_bytes(self.source.sample_key(draw // per_epoch)[:7])
         order = torch.randperm(self.size, generator=torch.Generator().manual_seed(seed))
-        return order[draw % per_epoch * size :][:size].sort().values
+        return Batch(draw, size, self.name, self.rate), order[draw % per_epoch * size :][:size].sort().values
 
-    patch.setattr(PoissonSampler, "indices", broken)
+    patch.setattr(PoissonSampler, "batch", broken)
 
 
 def per_layer_sensitivity_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -157,9 +163,10 @@ def correlated_coordinates(patch: pytest.MonkeyPatch) -> None:
         values: Sequence[Tensor],
         stddevs: Sequence[float],
         divisor: float = 1.0,
+        *further: Any,
     ) -> list[Tensor]:
         if name != "gradient":
-            return release(self, name, step, values, stddevs, divisor)
+            return release(self, name, step, values, stddevs, divisor, *further)
         (noise,) = release(self, name, step, [torch.zeros_like(values[0])], stddevs[:1], divisor)
         return [value / divisor + noise for value in values]
 
