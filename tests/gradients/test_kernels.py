@@ -12,8 +12,7 @@ from clipless import oracle
 from clipless.errors import InvalidArgument, InvalidType
 from clipless.gradients import Kernels, kernels
 from clipless.gradients.capture.micro_batch import MicroBatch
-from clipless.gradients.forms import Form, OuterProducts, Scattered, Tied, scratch, weighted_sum
-from clipless.gradients.forms.scratch import KEPT
+from clipless.gradients.forms import Form, OuterProducts, Scattered, Tied, weighted_sum
 from clipless.gradients.layers.conv import Correlation
 from clipless.gradients.sums import ClippedSums
 from problems import PROBLEMS, losses
@@ -100,7 +99,7 @@ def test_what_norms_need_at_least_is_left_out_of_the_cap(room: int) -> None:
     methods = form.methods()
     extra = methods["written"].held - methods["ghost"].held
     expected = 100 * extra
-    some = Kernels(memory_cap=int(kernels.FRAGMENTS * (KEPT + expected) + (room + 0.5) * extra))
+    some = Kernels(memory_cap=int(kernels.FRAGMENTS * (kernels.TEMPORARY + expected) + (room + 0.5) * extra))
     budget = some.budget()
     found = [budget.choose(form.methods(), len(form), last=False, expected=expected).method for _ in range(4)]
     assert found == ["written"] * room + ["ghost"] * (4 - room)
@@ -135,9 +134,8 @@ METHODS = ("ghost", "written", "grouped", "one by one")
 
 @pytest.fixture(params=[(method, chunk) for method in METHODS for chunk in (1, kernels.CHUNK_BYTES)], ids=str)
 def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every form takes this method if it can, and is clipped one record at a time or all at once, in buffers used again."""
+    """Every form takes this method if it can, and is clipped one record at a time or all at once."""
     method, chunk = request.param
-    monkeypatch.setattr(scratch, "LARGE", 1)
     monkeypatch.setattr(kernels, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(
         kernels, "_fastest", lambda costs, threads: method if method in dict(costs) else min(dict(costs))

@@ -11,7 +11,6 @@ from clipless.gradients.capture.receiver import Receiver
 from clipless.gradients.capture.recorder import Recorder
 from clipless.gradients.capture.watch import StateWatch
 from clipless.gradients.checks.self_check import SelfCheck
-from clipless.gradients.forms import forget
 from clipless.gradients.kernels import Kernels
 from clipless.gradients.shards import Shards, refuse_sharded
 from clipless.gradients.sums import ClippedSums, Factors, Observe
@@ -59,13 +58,12 @@ class Engine:
         self._hooks.listener = self._recorder
 
     def detach(self) -> None:
-        """Remove all hooks from the model, and free the memory kept for further steps."""
+        """Remove all hooks from the model."""
         self._recorder.restore()
         if self._shards is not None:
             self._shards.forget()
         self._hooks.detach()
         self._hooks.listener = None
-        forget()
 
     def intact(self) -> bool:
         """Restore what an interrupted pass has left changed. Returns whether every hook is still registered."""

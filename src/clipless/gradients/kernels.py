@@ -13,12 +13,13 @@ import torch
 
 from clipless.errors import InvalidArgument, InvalidType
 from clipless.gradients.forms import Cost
-from clipless.gradients.forms.scratch import KEPT
 
 # The memory that private training may take beyond plain training: at most a third (`FASTER`) for methods that need more
 # than the thriftiest and are faster, the rest for what the thriftiest need.
 MEMORY_CAP = 384 * 2**20
 FASTER = 1 / 3
+# Room for temporary buffers.
+TEMPORARY = 64 * 2**20
 # Overhead of the allocator between buffers, measured.
 FRAGMENTS = 1.1
 # The last form of a group is written out in chunks of so many bytes, which stay in the cache.
@@ -98,7 +99,7 @@ class MemoryBudget:
         """For all records together."""
         least = min([cost.held for cost in methods.values()])
         self._least += least  # every method holds at least what the thriftiest holds
-        needed = FRAGMENTS * (min(KEPT, self._cap / 3) + max(self._least, expected))
+        needed = FRAGMENTS * (min(TEMPORARY, self._cap / 3) + max(self._least, expected))
         left = min(FASTER * self._cap, self._cap - needed) - self._faster
         fitting = tuple([(method, cost) for method, cost in methods.items() if cost.held - least <= max(left, 0)])
         method = _fastest(fitting, torch.get_num_threads())

@@ -18,7 +18,6 @@ from clipless.gradients.forms.form import Cost, Form, NoChoice
 from clipless.gradients.forms.rearranged import Rearranged
 from clipless.gradients.forms.routed import Routed, by_record
 from clipless.gradients.forms.scattered import Scattered
-from clipless.gradients.forms.scratch import empty, forget
 from clipless.gradients.forms.stacked import Stacked, transposed
 from clipless.gradients.forms.tied import Tied
 from clipless.native.rows import widest
@@ -39,8 +38,6 @@ __all__ = [
     "by_record",
     "can_wait",
     "combine",
-    "empty",
-    "forget",
     "kept",
     "product_methods",
     "scaled",

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from clipless.gradients.forms.cancellation import never_too_small
 from clipless.gradients.forms.form import Cost, Form, NoChoice
-from clipless.gradients.forms.scratch import LARGE, empty
 from clipless.native.rows import Weighted, add_rows, squared_lengths, widest
 
 FEW = 2**14
@@ -98,8 +97,7 @@ class OuterProducts:
         torch.addmm(total, grads.flatten(0, 1).mT, acts.flatten(0, 1), beta=beta, out=total)
 
     def per_record(self) -> Tensor:
-        b, _, o = self.grads.shape
-        return torch.bmm(self.grads.mT, self.acts, out=empty((b, o, self.acts.shape[2]), self.acts))  # [b,o,i]
+        return torch.bmm(self.grads.mT, self.acts)  # [b,o,i]
 
     def keep(self, mask: Tensor) -> "OuterProducts":
         return OuterProducts(kept(self.acts, mask), kept(self.grads, mask))
@@ -232,7 +230,4 @@ def kept(rows: Tensor, mask: Tensor) -> Tensor:
 
 def scaled(rows: Tensor, factors: Tensor) -> Tensor:
     """Every row times its factor."""
-    factors = factors.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
-    if rows.nbytes < LARGE or not rows.is_contiguous():
-        return rows * factors
-    return torch.mul(rows, factors, out=empty(rows.shape, rows))
+    return rows * factors.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))

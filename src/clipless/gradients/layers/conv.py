@@ -14,7 +14,6 @@ from clipless.gradients.forms import (
     Instantiated,
     OuterProducts,
     Rearranged,
-    empty,
     kept,
     product_methods,
     scaled,
@@ -128,7 +127,7 @@ class Correlation:
         moves = [step * stride for step, stride in zip(steps, module.stride, strict=True)]
         inner = [step * dilation for step, dilation in zip(steps, module.dilation, strict=True)]
         shape = (b, *sizes, *module.kernel_size, channels)
-        patches = empty(shape, seen).copy_(seen.as_strided(shape, (record, *moves, *inner, one)))
+        patches = seen.as_strided(shape, (record, *moves, *inner, one)).clone(memory_format=torch.contiguous_format)
         return patches.view(b, math.prod(sizes), -1)
 
     def _weight_gradient(self, acts: Tensor, grads: Tensor, groups: int, copies: int) -> Tensor:
