@@ -6,6 +6,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,18 @@ class _Reader(FileSystemReader):
         return found
 
 
+def _member(kind: object, name: str) -> object:
+    """A member of an enumeration, and nothing else that getattr would give."""
+    if not isinstance(kind, EnumMeta):
+        raise DamagedFile(f"the index of a sharded checkpoint asks for an attribute {name!r}, which is no part of one.")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         number = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if number or module in _KNOWN or (module, name) in _PLAIN:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # as some versions of Python pickle the members of an enumeration
         raise DamagedFile(f"the index of a sharded checkpoint asks for {module}.{name}, which is no part of one.")

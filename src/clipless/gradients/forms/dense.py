@@ -97,7 +97,9 @@ class OuterProducts:
         torch.addmm(total, grads.flatten(0, 1).mT, acts.flatten(0, 1), beta=beta, out=total)
 
     def per_record(self) -> Tensor:
-        return torch.bmm(self.grads.mT, self.acts)  # [b,o,i]
+        b, _, o = self.grads.shape
+        # With `out=` autocast leaves the product alone.
+        return torch.bmm(self.grads.mT, self.acts, out=self.acts.new_empty(b, o, self.acts.shape[2]))  # [b,o,i]
 
     def keep(self, mask: Tensor) -> "OuterProducts":
         return OuterProducts(kept(self.acts, mask), kept(self.grads, mask))
