@@ -5,10 +5,10 @@ from typing import Any
 
 HEAD = """# Is the claimed epsilon true?
 
-An accountant says how much privacy a run costs at most, if the code does what the plan says. An audit attacks the
-code and says how much it costs at least. The two must not cross: a lower bound above the claim is a proof, at a
-stated confidence, that something is wrong. `clipless.auditing` plays such attacks through the public API, so that the
-code that is audited is the code that trains.
+An accountant gives an upper bound on the privacy loss of a run, provided that the code does what the plan says. An
+audit attacks the code and gives a lower bound. A lower bound above the claim proves, at a stated confidence, that
+something is wrong. `clipless.auditing` runs such attacks through the public API, so the audited code is the code that
+trains.
 
 ```
 clipless audit --data digits --model linear --clipping auto-s --epsilon 3
@@ -16,67 +16,65 @@ clipless audit --data path/to/mnist --model cnn --epsilon 8 --canaries 5000 --ga
 clipless audit --clipping dc-e --noise secure --json          # claimed_epsilon, lower_bound, confidence
 ```
 
-It takes the arguments of `clipless train`, shows the time left, and ends with exit code 1 if a bound exceeds the
-claim or if the noise is not what it is said to be. This page is written by `make audit` from
+It takes the arguments of `clipless train`, shows the time left, and exits with code 1 if a bound exceeds the claim or
+if the noise is not as claimed. This page is written by `make audit` from
 `docs/figures/audit.json`.
 
-**What an audit costs.** It trains copies of the configuration and releases nothing of them. Canaries are synthetic:
-directions of their own, or noise with random labels. Every number it prints is about canaries; of real records it
-computes and prints nothing. But real records are trained on in the one-run game, so do not publish a model of an
-audit or use its seed again.
+**What an audit costs.** It trains copies of the configuration and releases none of them. Canaries are synthetic: separate
+directions, or noise with random labels. Every number it prints is about canaries; nothing is computed from real
+records. But the one-run game trains on real records, so do not publish a model from an audit and do not reuse its seed.
 
-**What a bound means.** An audit can refute a claim; it cannot prove one. A bound far below the claim says that the
-attack was weak, or the data few, not that the run was more private than claimed.
+**What a bound means.** An audit can refute a claim; it cannot prove one. A bound far below the claim means
+that the attack was weak or the games were few, not that the run was more private than claimed.
 
 ## The games
 
 **The step game** (`play`, `judge_step`). The model is the *canary model*: linear layers whose gradient is the record itself.
-Its record has the norm at which the clipping rule lets most through, in every group. Weights stay fixed, so each of
-thousands of releases is one of the same mechanism. With a full batch and a policy with a statistic, one record is
-there or not, and the score is the log-likelihood ratio of gradient and statistic together. Elsewhere each release
-holds 64 games, one along each coordinate. A fifth of the scores chooses a threshold; on the others the two error
-rates are bounded by Clopper and Pearson.
+Its record has, in every group, the norm whose clipped gradient is largest. Weights stay fixed, so thousands of
+releases come from the same mechanism. With a full batch and a policy with a statistic, one record is present or
+absent, and the score is the log-likelihood ratio of gradient and statistic together. Otherwise each release holds 64
+games, one along each coordinate. A fifth of the scores is used to choose a threshold; on the rest the two error rates
+are bounded by Clopper-Pearson intervals.
 
 - *The bound* is the epsilon of the noisiest sampled Gaussian that allows these rates, at the delta of the claim. It
-  assumes that the release is Gaussian with some noise, on Poisson batches of the claimed rate. That a bound exceeds
-  the claim needs no such assumption: no release within the claimed noise, sensitivity and sampling allows these
-  rates. The claim that is refuted is the plan's whole trade-off curve, of which epsilon at one delta is a point.
+  assumes that the release is Gaussian with some noise, on Poisson batches of the claimed rate. A bound above the claim
+  refutes it without that assumption: no release within the claimed noise, sensitivity and sampling allows these rates.
+  What is refuted is the plan's whole trade-off curve, of which epsilon at one delta is a point.
 - *The plain bound* assumes nothing: the least epsilon for which (epsilon, delta)-differential privacy allows the
-  rates. It is much lower, because seeing a chance of 1e-5 takes millions of games.
-- *The pair bound* takes both kinds of scores for normal with equal variance, and uses all of them.
+  rates. It is much lower, because observing an event of probability 1e-5 takes millions of games.
+- *The pair bound* assumes that both kinds of scores are normal with equal variance, and uses all of them.
 - *Tests of the noise*, on coordinates that no record touches: mean and standard deviation in every group, normal
-  shape, equal size in every step, no correlation between any two steps or coordinates. All together they have a
-  false-alarm rate of 1e-6. Thresholds are computed again from the released statistics, and must be those that were
-  used.
+  shape, equal size in every step, no correlation between any two steps or coordinates. Their joint
+  false-alarm rate is 1e-6. Thresholds are recomputed from the released statistics and must equal those that were used.
 
 **The whole-run game** (`play_runs`, `judge_runs`): hundreds of complete trainings of the canary model, seen by final weights
 only or by all gradients. Only here is the sampling of batches audited over several steps.
 
-**One run** (`one_run`, `judge_canaries`): many canaries in one training of any classifier, each in or out by a coin.
-A canary that is out keeps its place with its loss multiplied by zero, so the number of records, which is public,
-stays the same. *Crafted* canaries have a coordinate each, in a table beside the model; *random* ones are noise with
-random classes, seen in dot products of their gradients with the released ones (white-box) or by how far their loss
-came down (black-box). Numbers of guesses tried, and analyses, share the confidence.
+**One run** (`one_run`, `judge_canaries`): many canaries in one training of any classifier, each in or out at random.
+A canary that is out stays in the data set with its loss multiplied by zero, so the number of records, which is public,
+does not change. *Crafted* canaries have a coordinate each, in a table beside the model; *random* ones are noise with
+random classes, seen through dot products of their gradients with the released ones (white-box) or through the
+decrease of their loss (black-box). The confidence is divided over all analyses and numbers of guesses tried.
 
 - *Steinke, Nasr, Jagielski (2023)*: any mechanism; the right guesses are below a binomial, with their correction for
   delta.
 - *Mahloujifar, Melis, Chaudhuri (2025)*: the recursion for a trade-off function, here a Gaussian's. It refutes a
   mu-Gaussian mechanism without further assumption; epsilon at delta is that of the largest mu refuted. Sampled
-  steps are not quite Gaussian: their tails are heavier at the same epsilon, so that this understates.
+  steps are not quite Gaussian: their tails are heavier at the same epsilon, so this bound is too low for them.
 - *Independent*: crafted canaries have coordinates of their own, so if the noise on different coordinates is
-  independent, as claimed and as the step game tests, each is a game of its own, and Clopper-Pearson on two sets of
-  scores is exact. The Gaussian pair of Agrawal et al. (2026) rests on the same independence; ours needs no central
-  limit, since it counts.
+  independent, as claimed and as the step game tests, each is a separate game, and Clopper-Pearson on two sets of
+  scores is exact. The Gaussian pair of Agrawal et al. (2026) needs the same independence; ours counts, so it needs no
+  central limit theorem.
 
 **Any small model** (`play_model`): full batches with and without one given record, told apart by a learned direction.
-It sees a record that acts through others.
+It detects a record that acts through others.
 """
 
 ZOO_HEAD = """
 ## A zoo of broken privacy
 
-Each of these is built into clipless by the tests (`tests/auditing/sabotage.py`), at multiplier 1 unless the game says
-otherwise, and is caught with the number of releases given, at a confidence of 99.9 % for bounds. Sound training
+The tests build each of these faults into clipless (`tests/auditing/sabotage.py`), at multiplier 1 unless the game says
+otherwise. Each is caught with the number of releases given, at a confidence of 99.9 % for bounds. Sound training
 passes the same games.
 """
 
@@ -86,16 +84,16 @@ standard deviation, noise of both √2 times.
 
 **What the audit cannot catch.**
 
-- More noise than claimed is found by the tests of the noise, as a departure; no bound can exceed a claim by it.
+- More noise than claimed: the tests of the noise find it, but no bound can.
 - A norm underestimated by a few percent: the step game needs about 1/x² times as many games for a fault of size x.
 - A fault that only some layers or models show: the canary model is linear layers. `clipless.check` compares the engine with
   a loop over single records on your own model, and the first steps of every run check themselves.
 - Shuffled batches in the step game, which sees one step: the whole-run game catches them, where the noise is small.
-- What depends on a secret: a seed that was published, noise that can be predicted. The numbers look as they should.
-- Floating-point attacks on the last bits (docs/noise.md), timing, memory, and whatever leaves the process by another
+- What depends on a secret: a seed that was published, noise that can be predicted. The numbers look right.
+- Floating-point attacks on the last bits (docs/noise.md), timing, memory, and anything that leaves the process in another
   way.
-- A wrong accountant, but for the part that the games see: bounds are converted by dp-accounting's own distributions,
-  claims by clipless. One step and eight are compared this way, a thousand are not.
+- A wrong accountant, except where the games see it: bounds are converted by dp-accounting's own distributions, claims
+  by clipless. This compares one step and eight steps, but not a thousand.
 - A weak attack: black-box bounds with random canaries are low on sound and on slightly broken training alike.
 """
 
@@ -142,7 +140,7 @@ def _steps(rows: list[dict[str, Any]]) -> str:
 ## One step, tightly
 
 Multiplier 1, full batches, delta 1e-5, confidence 95 %: every clipping by name and every noise source. The claim is
-the exact epsilon of the step. Bounds for a statistic rest on fewer games, as each takes a step of its own.
+the exact epsilon of the step. Bounds with a statistic use fewer games, because each takes a step of its own.
 """
     head = (
         "clipping",
@@ -226,7 +224,7 @@ def _mnist(rows: list[dict[str, Any]]) -> str:
 
 The {arguments["model"]} of 26,010 parameters under {arguments["clipping"]}, {arguments["epochs"]} epochs of expected
 batches of {arguments["batch_size"]:,}, delta {arguments["delta"]:g}, SGD with momentum, learning rate
-{arguments["lr"]:g}: a short training, since the claim and not the accuracy is at stake.
+{arguments["lr"]:g}: a short training, since the audit is about the claim and not the accuracy.
 Confidence 95 % for all bounds of a row together.
 """
     head = (
@@ -254,7 +252,7 @@ Random canaries prove nothing here: in two epochs a small network under this noi
 
 Published audits of comparable trainings, by their own abstracts: on MNIST at epsilon 10, 6.48 on all records and 7.21
 on 1000 of them (Annamalai and De Cristofaro 2024, final model, worst-case initial weights), 4.91 (Yoon et al. 2024,
-final model, crafted inputs). These see less than a white-box audit. With every gradient in sight Nasr et al. (2023)
-report nearly tight bounds from two trainings. Here 5000 canaries in one training prove 75 % of an epsilon of 8 and 47 %
-of one of 3; the step game above proves more than 90 % of a step's.
+final model, crafted inputs). These see less than a white-box audit. With access to every gradient, Nasr et al.
+(2023) report nearly tight bounds from two trainings. Here 5000 canaries in one training prove 75 % of an epsilon of 8
+and 47 % of one of 3; the step game above proves more than 90 % of a step's.
 """
