@@ -14,10 +14,10 @@ ROUNDING = 1e-10
 def renyi_epsilon(order: float, divergence: float, delta: float) -> float:
     """The least epsilon that a Rényi divergence of this order implies at delta, up to the grid of tangents.
 
-    dp-accounting bounds (t − e^ε)₊, t a likelihood ratio, by a multiple of t^α; and jumps to 0 where another inequality
-    takes over. Any curve g(t) = A·t^α − B·t + C that touches 0 at some u < 1 and the line t − e^ε beyond bounds
-    it too, being convex. Its mean is A·e^((α−1)·divergence) − B + C: setting that to delta fixes e^ε for each u, and
-    u = 0 is dp-accounting's bound. The best u is the lossless conversion (Asoodeh et al., arXiv:2001.05990).
+    dp-accounting bounds (t − e^ε)₊, t a likelihood ratio, by a multiple of t^α, and jumps to 0 where it uses another
+    inequality. Any curve g(t) = A·t^α − B·t + C that touches 0 at some u < 1 and the line t − e^ε beyond bounds it too,
+    being convex. Its mean is A·e^((α−1)·divergence) − B + C: setting that to delta fixes e^ε for each u, and u = 0 is
+    dp-accounting's bound. The best u is the lossless conversion (Asoodeh et al., arXiv:2001.05990).
 
     >>> renyi_epsilon(2.0, 0.005, 0.01) < compute_epsilon([2.0], [0.005], 0.01)[0]
     True

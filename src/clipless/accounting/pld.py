@@ -1,7 +1,7 @@
 """Privacy loss distributions, discretised and read by dp-accounting, on a grid that fits the problem.
 
-Every grid gives an upper bound (pessimistic connect-the-dots). A coarse one is loose, a fine one slow, and one that is too
-fine is spoilt by rounding.
+Every grid gives an upper bound (pessimistic connect-the-dots). A coarse grid is loose, a fine one is slow, and in one that
+is too fine rounding errors dominate.
 """
 
 import math
@@ -57,8 +57,8 @@ def pld_epsilon(releases: tuple[Release, ...], delta: float) -> float:
 
 
 def _projected_epsilon(releases: tuple[Release, ...], delta: float) -> float:
-    """The same where the norms of some steps are estimated: a Rényi bound does not exist, and a bound by full batches only
-    if the sensitivities that are hardly ever met are counted as released in clear."""
+    """The same if the norms of some steps are estimated. Then there is no Rényi bound, and a bound by full batches only if
+    the rarest sensitivities are counted as released in clear."""
     every = sum(release.steps for release in releases)
     beyond = PROJECTION_SHARE * delta / every
     full = math.hypot(*(math.sqrt(r.steps) / _least_multiplier(r, beyond) for r in releases))

@@ -1,7 +1,7 @@
 """The audit of a training configuration: its games, and one record of what they found.
 
-It trains copies. Real records take part in the one-run game as they would in training, and nothing is computed of any
-of them; all scores are those of synthetic canaries.
+It trains copies. Real records take part in the one-run game as they would in training, and nothing is computed from them;
+all scores are those of synthetic canaries.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""One-run auditing: many canaries in one training, each put in or left out by a coin.
+"""One-run auditing: many canaries in one training, each put in or left out at random.
 
 Crafted canaries have a coordinate each, of a table beside the model, and are seen in its released gradients. Random ones are
 inputs of noise with a random class, and are seen in the model's own gradients, or by how far their loss has come down in
@@ -116,7 +116,7 @@ def _with_canaries(records: TensorDataset, canaries: Canaries, rng: np.random.Ge
 
 
 class _Crafted:
-    """A canary's gradient lies along its own number of the table, as long as the clipping rule likes best."""
+    """A canary's gradient lies along its own number of the table, with the norm whose clipped gradient is largest."""
 
     def __init__(self, model: nn.Module, canaries: int) -> None:
         self.trained = Audited(model, canaries)

@@ -1,7 +1,7 @@
-"""The processes of one private run, and all that they say to each other.
+"""The processes of one private run, and all communication between them.
 
-Whatever can fail on one rank alone stands in `with ranks.together(...)`: at its end every rank hears what became of the
-others, and if one has failed, all raise. So no rank goes on alone, and none waits for one that has given up.
+Whatever can fail on one rank alone is done in `with ranks.together(...)`: at its end every rank learns whether the others
+succeeded, and if one has failed, all raise. So no rank continues alone, and none waits for one that has given up.
 """
 
 import json
@@ -22,17 +22,17 @@ T = TypeVar("T")
 MESSAGE = 512
 MOST_TOLD = 200
 BUCKET = 25 * 2**20
-# Facts of which only digests are compared, which say nothing to a reader and should not be in a log.
+# Facts that are compared by digest only: the digests mean nothing to a reader and should not appear in a log.
 UNSHOWN = ("the seed", "the content of")
 # For each group the one that `Ranks.apart` made beside it.
 _APART: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 class Alone:
-    """One process: there is nobody to ask, to tell or to wait for."""
+    """One process, which has no others to communicate with."""
 
     rank, size = 0, 1
-    # As a context manager of the standard library it costs a step nothing.
+    # A context manager of the standard library, which costs a step almost nothing.
     together: Callable[[str], AbstractContextManager[str]] = staticmethod(nullcontext)  # type: ignore[assignment]
 
     def shared(self, value: T) -> T:
@@ -82,7 +82,7 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[str]:
-        """What is done inside succeeds on every rank, or raises on every rank: its own exception where it failed, and
+        """The block succeeds on every rank, or raises on every rank: its own exception where it failed, and
         `RankFailed` elsewhere. `what` names it, and ranks that are not all doing the same are refused."""
         try:
             yield what
@@ -134,7 +134,7 @@ class Ranks:
                         member.copy_(part.view_as(member))
 
     def any(self, wish: bool) -> bool:
-        """Whether any rank wishes it."""
+        """Whether it is true on any rank."""
         wishes = torch.tensor(int(wish), dtype=torch.int32, device=self._device)
         with self._reaching("a forward pass"):
             dist.all_reduce(wishes, dist.ReduceOp.MAX, group=self._group)
@@ -176,7 +176,7 @@ class Ranks:
                     )
 
     def _agree(self, what: str, failure: str = "") -> None:
-        """Tell the others what this rank does and whether that failed, and hear the same from them."""
+        """Exchange with the others what each rank is doing and whether that failed."""
         self._exchanged(what, failure)
 
     def _exchanged(self, what: str, failure: str = "", value: str = "") -> list[str]:
@@ -210,7 +210,7 @@ class Ranks:
 
     @contextmanager
     def _reaching(self, what: str) -> Iterator[None]:
-        """What torch raises where others do not answer becomes a refusal, which holds from then on."""
+        """If the others do not answer, torch's exception becomes `RankFailed`, and so does every later call."""
         if self._lost:
             raise RankFailed("the other ranks were lost: start all of them anew, and resume from the last checkpoint.")
         try:
@@ -226,7 +226,8 @@ class Ranks:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """The tensors in buckets: those that fill one alone as they are, the others as copies in one flat tensor per type."""
+    """The tensors in buckets: large ones as they are, each in its own bucket; the others as copies in one flat tensor per
+    type."""
     waiting: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.nbytes >= BUCKET and tensor.is_contiguous():

@@ -1,7 +1,7 @@
 """What each compiled function gains: the time of a step with it switched off over the time with it.
 
 Both take their steps in turn, on the same model with the same weights. A function that gains less than `WORTH` on every
-model has not earned its place.
+model is not worth keeping.
 """
 
 import json
@@ -74,7 +74,7 @@ def _nothing(module: object) -> Callable[[], AbstractContextManager[Any]]:
 
 @contextmanager
 def _rows_without(**changes: Callable[..., Any]) -> Iterator[None]:
-    """One of the two functions of rows.c takes nothing; the other goes on."""
+    """One of the two functions of rows.c is switched off; the other stays on."""
     fast = rows.compiled()
     fewer = fast._replace(**changes) if fast else None
 

@@ -56,7 +56,7 @@ COMMANDS = {
         "clipless report --accountant pld runs/digits-mlp-auto-s",
     ),
     "reproduce": CommandEntry(
-        "Make a paper's figures again, into one folder with a page that shows them side by side.",
+        "Reproduce a paper's figures, in one folder with a page that shows them side by side.",
         "clipless reproduce --out runs/theory theory",
     ),
 }

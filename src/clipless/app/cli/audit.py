@@ -35,8 +35,8 @@ from clipless.errors import InvalidArgument
 _DEFAULTS, _HOW = TrainingSettings(), AuditSettings()
 COST = (
     "The audit trained copies of this configuration. Canaries are synthetic, and every number above is about them: nothing "
-    "was computed of a real record. Real records were trained on, so publish no model of an audit, and use its seed for "
-    "nothing else."
+    "was computed from real records. But real records were trained on, so do not publish a model from an audit, and do not "
+    "reuse its seed."
 )
 
 
@@ -67,8 +67,8 @@ def audit(
 ) -> None:
     """Attack a training configuration and compare the epsilon that the attacks prove with the one that is claimed.
 
-    Takes the arguments of train. Exit code 1: a lower bound exceeds the claim, or the noise is not what it is said to be.
-    A sound configuration ends so with a probability of at most 1 - confidence.
+    Takes the arguments of train. Exit code 1: a lower bound exceeds the claim, or the noise is not as claimed.
+    A sound configuration fails with a probability of at most 1 - confidence.
     """
     settings = TrainingSettings(
         model, clipping, epsilon, delta, epochs, batch_size, optimizer, lr, seed, accountant, noise
@@ -140,7 +140,7 @@ def _finite(bound: float, claim: float) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Infinite bounds, which JSON has not, as "inf"."""
+    """Infinite bounds, which JSON does not have, as "inf"."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

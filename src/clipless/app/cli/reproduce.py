@@ -1,4 +1,4 @@
-"""`clipless reproduce`: figures and tables of the papers, made again."""
+"""`clipless reproduce`: figures and tables of the papers, reproduced."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ def reproduce(
     kind: Annotated[str, typer.Option("--format", help="Kind of the pictures: png or svg.")] = "png",
     as_json: JsonOption = False,
 ) -> None:
-    """Make a paper's figures again, into one folder with a page that shows them side by side."""
+    """Reproduce a paper's figures, in one folder with a page that shows them side by side."""
     if listed:
         _show_list(as_json)
         return

@@ -1,4 +1,4 @@
-"""`clipless reproduce`: what the papers show, made again. `REPRODUCTIONS` finds each by its id.
+"""`clipless reproduce`: the papers' figures, reproduced. `REPRODUCTIONS` finds each by its id.
 
 To add one, write a function `(folder, kind of pictures, on_progress) -> ReproductionResult` and register it here with a
 line on what it is.

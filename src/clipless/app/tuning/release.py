@@ -66,11 +66,11 @@ def tune(
 ) -> Tuned:
     """Run a search and release the best run.
 
-    The price of the whole search is in the ledger before the first run begins, and with `out` on disk, so it is counted
-    whatever happens. Only the chosen run is kept. With `source`, the name or path of the data set, workers load it
-    themselves. `seed` repeats a search, for tests: whoever knows it can subtract the noise. `on_progress` is called with
-    the fraction of all steps that is done. It reveals how many runs were drawn: do not show it to anyone who sees the
-    result. The pool is closed at the end; the caller's own executor (`Borrowed`) is not.
+    The price of the whole search is in the ledger before the first run begins, and with `out` on disk, so it is counted in
+    any case. Only the chosen run is kept. With `source`, the name or path of the data set, workers load it themselves.
+    `seed` repeats a search, for tests: whoever knows it can subtract the noise. `on_progress` is called with the fraction of
+    all steps that is done. It reveals how many runs were drawn: do not show it to anyone who sees the result. The pool is
+    closed at the end; the caller's own executor (`Borrowed`) is not.
     """
     workplace = InProcess() if pool is None else pool
     folder = None if out is None else RunFolder(out)
