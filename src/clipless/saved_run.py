@@ -129,7 +129,7 @@ class SavedRun(refusals.Uncopyable):
             with self._ranks.together("save_to"):
                 if self._journal:
                     raise Misuse(f"the ledger is on disk already, in {self._journal.path}: a run has one ledger.")
-                made = self._created(Path(path)) if self._ranks.rank == 0 else FollowedJournal(Path(path))
+                made = self._create_journal(Path(path)) if self._ranks.rank == 0 else FollowedJournal(Path(path))
         except RankFailed:
             if isinstance(made, Journal):
                 made.close()
@@ -137,7 +137,7 @@ class SavedRun(refusals.Uncopyable):
             raise
         self._journal = made
 
-    def _created(self, path: Path) -> Journal:
+    def _create_journal(self, path: Path) -> Journal:
         plan = self.plan
         return Journal.create(path, plan.delta, plan.accountant, plan.planned(), plan.to_dict(), self.ledger)
 

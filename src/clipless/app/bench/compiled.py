@@ -103,7 +103,7 @@ SWITCHES: Mapping[str, Switch] = {
 }
 
 
-def measured(name: str, model: str, rounds: int, tiny: bool = False) -> Gain:
+def measure_gain(name: str, model: str, rounds: int, tiny: bool = False) -> Gain:
     """The gain of a function on a model, drawing included."""
     runner, switched = _runner(model, TINY_PROBLEMS if tiny else PROBLEMS), ExitStack()
 
