@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 
 from clipless.arrays import Floats
 from clipless.errors import InvalidArgument
-from clipless.theory.rules import ArrayRule, abadi, auto_s, auto_v, no_clipping
+from clipless.theory.rules import ArrayRule, abadi, auto_s, auto_v
 
 FARTHEST = 30.0
 
@@ -69,11 +69,6 @@ def clipped_mean(problem: ScalarProblem, rule: ArrayRule, theta: float, threshol
     """The mean of c_i g_i at θ, in units of R: between −1 and 1 whatever the rule."""
     gradients = problem.gradients(theta)
     return float((rule(np.abs(gradients), threshold) * gradients).mean() / threshold)
-
-
-def plain_mean(problem: ScalarProblem, theta: float) -> float:
-    """The mean gradient at θ without clipping."""
-    return clipped_mean(problem, no_clipping, theta, 1.0)
 
 
 @dataclass(frozen=True)
