@@ -164,6 +164,12 @@ def test_what_needs_no_torch_does_not_load_it() -> None:
     assert in_fresh_process("".join(codes)).splitlines() == ["[]"] * len(WITHOUT_TORCH)
 
 
+def test_what_is_slow_to_import_is_loaded_at_the_first_epsilon() -> None:
+    slow = "{'dp_accounting', 'scipy.stats', 'scipy.optimize'}"
+    code = f"import sys, clipless.accounting; print(sorted({slow} & sys.modules.keys()))"
+    assert in_fresh_process(code).strip() == "[]"
+
+
 def test_every_public_name_resolves_to_what_type_checkers_see() -> None:
     (checked,) = [node for node in house.tree(house.SOURCE / "__init__.py").body if isinstance(node, ast.If)]
     declared = {

@@ -7,7 +7,6 @@ is too fine rounding errors dominate.
 import math
 
 import numpy as np
-from dp_accounting.pld import pld_pmf
 
 from clipless.accounting import losses, projections
 from clipless.accounting.composition import RepeatedLoss, composed, epsilon_at, misplaced
@@ -108,6 +107,8 @@ def _part(release: Release, low: float, high: float, interval: float, removing: 
         deltas = projections.deltas(q, found, noise, removing, above, epsilons)
     else:
         deltas = losses.deltas(q, z, removing, epsilons)
+    from dp_accounting.pld import pld_pmf  # slow to import
+
     one = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas).to_dense_pmf()
     return RepeatedLoss(one._lower_loss, one._probs, one._infinity_mass, count)
 
