@@ -24,7 +24,7 @@ from clipless.app.bench.ways import PLAIN, WAYS, Runner
 from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
 from clipless.gradients.checks.self_check import SelfCheck
-from clipless.native import LIBRARY, layer_norm, library, lstm, rows
+from clipless.native import LIBRARY, conv, layer_norm, library, lstm, rows
 from clipless.native import noise as native_noise
 from clipless.noise import adding, keys
 
@@ -37,9 +37,10 @@ SYMBOLS = {
     "squared_lengths": {"clipless_squared_lengths"},
     "add_rows": {"clipless_add_rows"},
     "norm_sums": {"clipless_norm_sums"},
+    "conv_rows": {"clipless_conv_rows"},
     "lstm": {"clipless_lstm_step", "clipless_lstm_back"},
 }
-USERS = (native_noise, rows, layer_norm, lstm)
+USERS = (native_noise, rows, layer_norm, conv, lstm)
 
 
 @contextmanager
@@ -62,6 +63,7 @@ def counted() -> Iterator[Counter[str]]:
         keys.compiled,
         rows.compiled,
         compiled.norm_sums.compiled,
+        compiled.conv_rows.compiled,
         compiled.compiled_lstm.compiled,
     ]
 

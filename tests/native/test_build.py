@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipless.gradients.layers import norm_sums
+from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
 from clipless.gradients.recurrent.cells import CELLS, Weights
 from clipless.gradients.recurrent.recurrence import forward
@@ -65,6 +65,21 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
             ("if (!keeps)", "if (keeps)"),
             ("fc * c[k] + fd * d[k]", "fc * c[k]"),
             ("for (; row < records; row++, a += width)", "for (; row + 1 < records; row++, a += width)"),
+        ],
+    ),
+    "conv.c": (
+        conv_rows.compiled,
+        [
+            ("(c * height + y + s->above) * width + s->left", "(c * height + y + s->above) * width"),
+            ("v * s->apart_v * width", "v * width"),
+            ("run[u * s->apart_u]", "run[u]"),
+            ("rows[row][t] * patch", "rows[0][t] * patch"),
+            (": *(lanes *)made + sums[row]", ": sums[row]"),
+            (": made[k] + sums[row][k]", ": made[k]"),
+            ("% s->columns * s->right", "% s->columns"),
+            ("padded + (group * s->channels + c) * height", "padded + group * s->channels * height"),
+            ("made + (group * s->outputs * s->channels + c)", "made + (group * s->outputs * s->channels)"),
+            ("b < (thread + 1) * s.records / threads", "b + 1 < (thread + 1) * s.records / threads"),
         ],
     ),
     "layer_norm.c": (

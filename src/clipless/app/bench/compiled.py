@@ -21,7 +21,7 @@ from clipless.app.bench.timing import interleave
 from clipless.app.bench.ways import WAYS, Batch, Runner
 from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
-from clipless.gradients.layers import norm_sums
+from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
 from clipless.native import rows
 from clipless.noise import keys, source
@@ -99,6 +99,7 @@ SWITCHES: Mapping[str, Switch] = {
         lambda: _rows_without(add_rows=lambda sums: False),
     ),
     "norm_sums": Switch("scale and shift of layer norms, `layer_norm.c`", ("encoder", "decoder"), _nothing(norm_sums)),
+    "conv_rows": Switch("gradients of convolutions, `conv.c`", ("cnn", "resnet18"), _nothing(conv_rows)),
     "lstm": Switch("cells of LSTMs, `lstm.c`", ("lstm",), _nothing(compiled_lstm)),
 }
 
