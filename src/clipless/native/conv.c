@@ -3,20 +3,13 @@
    For one record w[o,c,v,u] = Σ_{y,x} grad[o,y,x] · input[c, y·stride + v·dilation, x·stride + u·dilation]: the patches of
    some positions are laid out as rows in the cache and multiplied by the gradient, as many positions at a time as fit. */
 
-#include "processors.h"
+#include "tile.h"
 
-/* Into every processor's own machine code. */
-#define INLINE __attribute__((always_inline)) static inline
-#define LANES 16
-/* So many rows of the result are made together: their sums stay in registers. */
-#define ROWS 8
 /* So many numbers of patches are laid out at a time. */
 #define PATCHES 24576
 #define FEWEST 8
 /* Runs of a kernel are copied so many numbers at a time, past their end: what comes next overwrites it. */
 #define RUN 8
-
-typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
 
 /* Records and groups; channels of a group, input and padding; outputs of a group and their positions; kernel, its moves and
    how far apart it sees. */
@@ -53,26 +46,6 @@ INLINE void lay_out(const struct sizes *s, const float *restrict seen, float *re
         }
 }
 
-/* LANES columns of `count` rows: made [count,LANES] (+)= grad [count,positions] · patches [positions,LANES]. */
-INLINE void multiply(const float *restrict grad, int64_t step, const float *restrict patches, int64_t stride,
-                            int64_t positions, float *restrict made, int64_t width, int64_t columns, int count, int first) {
-    lanes sums[ROWS] = {0};
-    const float *rows[ROWS];
-    for (int row = 0; row < ROWS; row++)
-        rows[row] = grad + (row < count ? row : 0) * step;
-    for (int64_t t = 0; t < positions; t++) {
-        lanes patch = *(const lanes *)(patches + t * stride);
-        for (int row = 0; row < ROWS; row++)
-            sums[row] += rows[row][t] * patch;
-    }
-    for (int row = 0; row < count; row++, made += width)
-        if (columns == LANES)
-            *(lanes *)made = first ? sums[row] : *(lanes *)made + sums[row];
-        else
-            for (int64_t k = 0; k < columns; k++)
-                made[k] = first ? sums[row][k] : made[k] + sums[row][k];
-}
-
 /* The part of the result that some channels of one group give: columns of out [outputs,width]. */
 INLINE void some_channels(const struct sizes *s, const float *restrict seen, const float *restrict grad,
                                         float *restrict out, float *restrict patches, int64_t channels) {
@@ -87,9 +60,9 @@ INLINE void some_channels(const struct sizes *s, const float *restrict seen, con
         }
         for (int64_t k = 0; k < columns; k += LANES)
             for (int64_t o = 0; o < s->outputs; o += ROWS)
-                multiply(grad + o * positions + first, positions, patches + k, stride, count, out + o * all + k, all,
-                         columns - k < LANES ? columns - k : LANES, s->outputs - o < ROWS ? s->outputs - o : ROWS,
-                         first == 0);
+                multiply(grad + o * positions + first, positions, 1, NULL, patches + k, stride, count,
+                         out + o * all + k, all, columns - k < LANES ? columns - k : LANES,
+                         s->outputs - o < ROWS ? s->outputs - o : ROWS, first == 0);
     }
 }
 

@@ -23,7 +23,7 @@ from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
 from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
-from clipless.native import rows
+from clipless.native import gram, products, rows
 from clipless.noise import keys, source
 
 WORTH = 1.02
@@ -100,6 +100,8 @@ SWITCHES: Mapping[str, Switch] = {
     ),
     "norm_sums": Switch("scale and shift of layer norms, `layer_norm.c`", ("encoder", "decoder"), _nothing(norm_sums)),
     "conv_rows": Switch("gradients of convolutions, `conv.c`", ("cnn", "resnet18"), _nothing(conv_rows)),
+    "add_products": Switch("sums of small layers, `products.c`", ("tabular", "cnn"), _nothing(products)),
+    "ghost_norms": Switch("norms from Gram matrices, `gram.c`", ("encoder", "decoder"), _nothing(gram)),
     "lstm": Switch("cells of LSTMs, `lstm.c`", ("lstm",), _nothing(compiled_lstm)),
 }
 
