@@ -25,7 +25,7 @@ from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
 from clipless.gradients import kernels
 from clipless.gradients.checks.self_check import SelfCheck
-from clipless.native import LIBRARY, conv, gram, layer_norm, library, lstm, products, rows
+from clipless.native import LIBRARY, conv, gram, layer_norm, library, lstm, rows
 from clipless.native import noise as native_noise
 from clipless.noise import adding, keys
 
@@ -43,7 +43,7 @@ SYMBOLS = {
     "ghost_norms": {"clipless_ghost_norms"},
     "lstm": {"clipless_lstm_step", "clipless_lstm_back"},
 }
-USERS = (native_noise, rows, layer_norm, conv, products, gram, lstm)
+USERS = (native_noise, rows, layer_norm, conv, gram, lstm)
 
 
 @contextmanager
@@ -67,7 +67,6 @@ def counted() -> Iterator[Counter[str]]:
         rows.compiled,
         compiled.norm_sums.compiled,
         compiled.conv_rows.compiled,
-        products.compiled,
         gram.compiled,
         compiled.compiled_lstm.compiled,
     ]

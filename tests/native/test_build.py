@@ -19,7 +19,7 @@ from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
 from clipless.gradients.recurrent.cells import CELLS, Weights
 from clipless.gradients.recurrent.recurrence import forward
-from clipless.native import LIBRARY, SOURCES, gram, library, products, rows
+from clipless.native import LIBRARY, SOURCES, gram, library, rows
 from clipless.noise import adding, noise_source
 from compiling import build_hook, needs_compiler, needs_library
 
@@ -65,6 +65,10 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
             ("if (!keeps)", "if (keeps)"),
             ("fc * c[k] + fd * d[k]", "fc * c[k]"),
             ("for (; row < records; row++, a += width)", "for (; row + 1 < records; row++, a += width)"),
+            ("factors + run,", "factors,"),
+            ("if (!keeps)\n        memset", "if (keeps)\n        memset"),
+            ("left + run * outputs + o, 1, outputs", "left + run * outputs + o, outputs, 1"),
+            ("room + b * LANES, right + b * width", "room + b * LANES, right"),
         ],
     ),
     "conv.c": (
@@ -78,15 +82,6 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
             ("padded + (group * s->channels + c) * height", "padded + group * s->channels * height"),
             ("made + (group * s->outputs * s->channels + c)", "made + (group * s->outputs * s->channels)"),
             ("b < (thread + 1) * s.records / threads", "b + 1 < (thread + 1) * s.records / threads"),
-        ],
-    ),
-    "products.c": (
-        products.compiled,
-        [
-            ("factors + run", "factors"),
-            ("if (!keeps)", "if (keeps)"),
-            ("left + run * outputs + o, 1, outputs", "left + run * outputs + o, outputs, 1"),
-            ("room + b * LANES, right + b * width", "room + b * LANES, right"),
         ],
     ),
     "gram.c": (

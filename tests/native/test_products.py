@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipless.gradients.forms import OuterProducts
-from clipless.native import LIBRARY, gram, products
-from clipless.native.products import Product, add_products
+from clipless.native import LIBRARY, gram, rows
+from clipless.native.rows import Product, add_products
 from compiling import needs_library
 
 SIZES = st.sampled_from([1, 7, 8, 9, 16, 17, 40])
@@ -21,7 +21,7 @@ def way(request: pytest.FixtureRequest) -> object:
     """Every test here with and without the library."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(products, "compiled", lambda: None)
+            patch.setattr(rows, "compiled", lambda: None)
             patch.setattr(gram, "compiled", lambda: None)
         yield
 

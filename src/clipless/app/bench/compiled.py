@@ -23,7 +23,7 @@ from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
 from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
-from clipless.native import gram, products, rows
+from clipless.native import gram, rows
 from clipless.noise import keys, source
 
 WORTH = 1.02
@@ -74,7 +74,7 @@ def _nothing(module: object) -> Callable[[], AbstractContextManager[Any]]:
 
 @contextmanager
 def _rows_without(**changes: Callable[..., Any]) -> Iterator[None]:
-    """One of the two functions of rows.c takes nothing; the other goes on."""
+    """One of the functions of rows.c takes nothing; the others go on."""
     fast = rows.compiled()
     fewer = fast._replace(**changes) if fast else None
 
@@ -100,7 +100,9 @@ SWITCHES: Mapping[str, Switch] = {
     ),
     "norm_sums": Switch("scale and shift of layer norms, `layer_norm.c`", ("encoder", "decoder"), _nothing(norm_sums)),
     "conv_rows": Switch("gradients of convolutions, `conv.c`", ("cnn", "resnet18"), _nothing(conv_rows)),
-    "add_products": Switch("sums of small layers, `products.c`", ("tabular", "cnn"), _nothing(products)),
+    "add_products": Switch(
+        "sums of small layers, `rows.c`", ("tabular", "cnn"), lambda: _rows_without(add_products=lambda sums: False)
+    ),
     "ghost_norms": Switch("norms from Gram matrices, `gram.c`", ("encoder", "decoder"), _nothing(gram)),
     "lstm": Switch("cells of LSTMs, `lstm.c`", ("lstm",), _nothing(compiled_lstm)),
 }

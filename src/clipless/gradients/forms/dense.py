@@ -14,15 +14,11 @@ from torch import Tensor
 from clipless.gradients.forms.cancellation import never_too_small
 from clipless.gradients.forms.form import Cost, Form, NoChoice
 from clipless.native import gram
-from clipless.native.gram import FEWEST
-from clipless.native.products import MOST, Product, add_products
-from clipless.native.rows import Weighted, add_rows, squared_lengths, widest
+from clipless.native.rows import MOST, Product, Weighted, add_products, add_rows, squared_lengths, widest
 
 FEW = 2**14
 # How many numbers are written out at a time when norms are recomputed in float64.
 AT_ONCE = 2**22
-# The part of a Gram matrix that compiled code computes: it is symmetric.
-HALF = 0.6
 
 
 @dataclass(eq=False, repr=False)
@@ -57,7 +53,7 @@ def product_methods(b: int, t: int, i: int, o: int, size: int) -> Mapping[str, C
     sums = 2.0 * b * t * i * o
     if t == 1:
         return {"ghost": Cost(sums, float(size * b * (i + o)), calls=6, held=size * b * o)}
-    grams = 2.0 * b * t * t * (i + o) * (HALF if t >= FEWEST else 1)
+    grams = 2.0 * b * t * t * (i + o)
     moved = size * b * (4 * t * t + 2 * t * min(i, o))
     return {
         "ghost": Cost(grams + sums, moved, calls=16 + 2 * b, held=size * b * t * o),
@@ -208,7 +204,7 @@ def add_all(addends: Iterable[Addend]) -> None:
     products: list[Product] = []
     for form, total, factors, beta in addends:
         if isinstance(form, Instantiated):
-            written.append(Weighted(total.view(-1), form.grads.flatten(1), factors, beta))
+            written.append(Weighted(total.view(-1), form.grads.reshape(len(form.grads), -1), factors, beta))
         elif _is_one_product(form) and form.acts.shape[0] * total.numel() <= MOST:
             products.append(Product(total, form.grads.squeeze(1), form.acts.squeeze(1), factors, beta))
         else:
