@@ -236,10 +236,10 @@ def resumed(folder: Path, ranks: Any) -> list[dict[str, Any]]:
     return world("resumed", 2, folder)
 
 
-@pytest.mark.parametrize("name", ["same", "add_up"])
+@pytest.mark.parametrize("name", ["recording", "add_up"])
 def test_a_run_that_lost_a_rank_goes_on(resumed: Any, folder: Path, name: str) -> None:
     """From its first checkpoint: recorded steps are repeated at no cost, and each must be what was recorded."""
-    done = 2 if name == "same" else 1
+    done = 2 if name == "recording" else 1
     for rank in resumed:
         assert rank[name]["extra"] == "begun"
         assert rank[name]["counts"] == [0, done]

@@ -5,8 +5,10 @@ others, and if one has failed, all raise. So no rank goes on alone, and none wai
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -16,16 +18,38 @@ from torch import Tensor
 from clipless.errors import InvalidArgument, RankFailed
 
 T = TypeVar("T")
+Arrived = Callable[[Sequence[int]], None]
 
-# The bytes of one message of an agreement, the most characters of an error in it, and the bytes of one bucket of sums, which
-# are those of DistributedDataParallel.
+# The bytes of one message of an agreement, the most characters of an error in it, and the bytes of one bucket of sums: small
+# enough that there is something to do while the last one is on its way.
 MESSAGE = 512
 MOST_TOLD = 200
-BUCKET = 25 * 2**20
+BUCKET = 8 * 2**20
 # Facts of which only digests are compared, which say nothing to a reader and should not be in a log.
 UNSHOWN = ("the seed", "the content of")
 # For each group the one that `Ranks.apart` made beside it.
 _APART: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+@dataclass
+class Told:
+    """What this rank tells the others at the end of something that they do together, and then what all of them told."""
+
+    own: str = ""
+    by_all: list[str] = field(default_factory=list)
+
+
+def refuse_different(what: str, values: Sequence[str]) -> None:
+    """Raises unless all ranks' values are the same."""
+    if len(set(values)) > 1:
+        raise RankFailed(
+            f"the ranks do not have the same at {what}, though they began with the same: nothing was released to the "
+            "optimizer. Look for code or settings that depend on the rank, and resume from a checkpoint."
+        )
+
+
+def ignored(numbers: Sequence[int]) -> None:
+    """Nothing is to be done when these have arrived."""
 
 
 class Alone:
@@ -33,7 +57,7 @@ class Alone:
 
     rank, size = 0, 1
     # As a context manager of the standard library it costs a step nothing.
-    together: Callable[[str], AbstractContextManager[str]] = staticmethod(nullcontext)  # type: ignore[assignment]
+    together: Callable[[str], AbstractContextManager[Any]] = staticmethod(nullcontext)  # type: ignore[assignment]
 
     def shared(self, value: T) -> T:
         return value
@@ -44,11 +68,8 @@ class Alone:
     def same(self, what: str, value: str) -> None:
         pass
 
-    def told(self, what: str, value: str) -> list[str]:
-        return [value]
-
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        pass
+    def add_up(self, tensors: Sequence[Tensor], arrived: Arrived = ignored) -> None:
+        arrived(range(len(tensors)))
 
     def any(self, wish: bool) -> bool:
         return wish
@@ -81,17 +102,19 @@ class Ranks:
         self._device = torch.device("cuda", torch.cuda.current_device()) if by_nccl else torch.device("cpu")
 
     @contextmanager
-    def together(self, what: str) -> Iterator[str]:
+    def together(self, what: str) -> Iterator["Told"]:
         """What is done inside succeeds on every rank, or raises on every rank: its own exception where it failed, and
-        `RankFailed` elsewhere. `what` names it, and ranks that are not all doing the same are refused."""
+        `RankFailed` elsewhere. `what` names it, and ranks that are not all doing the same are refused. Each rank may tell
+        the others a short text on this occasion."""
+        told = Told()
         try:
-            yield what
+            yield told
         except RankFailed:
             raise  # from an agreement inside, on every rank
         except Exception as failure:
-            self._agree(what, f"{type(failure).__name__}: {failure}")
+            self._exchanged(what, f"{type(failure).__name__}: {failure}")
             raise
-        self._agree(what)
+        told.by_all = self._exchanged(what, value=told.own)
 
     def shared(self, value: T) -> T:
         """The first rank's value."""
@@ -108,30 +131,32 @@ class Ranks:
         return values
 
     def same(self, what: str, value: str) -> None:
-        """Raises unless all ranks have the same value."""
-        if len(set(self.told(what, value))) > 1:
-            raise RankFailed(
-                f"the ranks do not have the same at {what}, though they began with the same: nothing was released to the "
-                "optimizer. Look for code or settings that depend on the rank, and resume from a checkpoint."
+        """Raises unless all ranks have the same value, a short text."""
+        refuse_different(what, self._exchanged(what, value=value))
+
+    def add_up(self, tensors: Sequence[Tensor], arrived: Arrived = ignored) -> None:
+        """Replace each tensor by its sum over the ranks, the same bits on each. `arrived` is called with the numbers of
+        those that are complete while others are on their way. At the end none is, unless the other ranks are lost."""
+        where = "the sum over the ranks"
+        with self._reaching(where):
+            sent = deque(
+                (numbers, flat, dist.all_reduce(flat, group=self._group, async_op=True))
+                for numbers, flat in _flat(tensors)
             )
-
-    def told(self, what: str, value: str) -> list[str]:
-        """Every rank's value, a short text. Unlike `gathered` it may be used where others may fail: they tell it here."""
-        return self._exchanged(what, value=value)
-
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over the ranks, the same bits on each."""
-        with self._reaching("the sum over the ranks"):
-            sent = [
-                (members, flat, dist.all_reduce(flat, group=self._group, async_op=True))
-                for members, flat in _flat(tensors)
-            ]
-            for members, flat, work in sent:
-                work.wait()
-                if members:
-                    parts = flat.split([member.numel() for member in members])
-                    for member, part in zip(members, parts, strict=True):
+        try:
+            while sent:
+                numbers, flat, work = sent.popleft()
+                with self._reaching(where):
+                    work.wait()
+                if flat is not tensors[numbers[0]]:
+                    members = [tensors[number] for number in numbers]
+                    for member, part in zip(members, flat.split([m.numel() for m in members]), strict=True):
                         member.copy_(part.view_as(member))
+                arrived(numbers)
+        finally:
+            while sent and not self._lost:
+                with self._reaching(where):
+                    sent.popleft()[2].wait()
 
     def any(self, wish: bool) -> bool:
         """Whether any rank wishes it."""
@@ -175,12 +200,9 @@ class Ranks:
                         "clipless.broadcast_weights(model), or by DistributedDataParallel around the model."
                     )
 
-    def _agree(self, what: str, failure: str = "") -> None:
-        """Tell the others what this rank does and whether that failed, and hear the same from them."""
-        self._exchanged(what, failure)
-
     def _exchanged(self, what: str, failure: str = "", value: str = "") -> list[str]:
-        """Every rank's value, if all are doing the same and none has failed. Returns nothing to one that has."""
+        """Tell the others what this rank does and whether that failed, and hear the same from them. Returns every rank's
+        value, if all are doing the same and none has failed; nothing to one that has."""
         plain = " ".join(failure.encode("ascii", "replace").decode().split())[:MOST_TOLD]
         own = json.dumps([what, plain, value]).encode().ljust(MESSAGE)
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._device)
@@ -225,17 +247,18 @@ class Ranks:
             ) from error
 
 
-def _flat(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """The tensors in buckets: those that fill one alone as they are, the others as copies in one flat tensor per type."""
-    waiting: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
+def _flat(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+    """The numbers of the tensors in buckets, and each bucket: a tensor that fills one alone as it is, the others as copies
+    in one flat tensor per type."""
+    waiting: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number, tensor in enumerate(tensors):
         if tensor.nbytes >= BUCKET and tensor.is_contiguous():
-            yield [], tensor
+            yield [number], tensor
             continue
         bucket = waiting.setdefault((tensor.dtype, tensor.device), [])
-        bucket.append(tensor)
-        if sum(member.nbytes for member in bucket) >= BUCKET:
-            yield list(bucket), torch.cat([member.reshape(-1) for member in bucket])
+        bucket.append(number)
+        if sum(tensors[member].nbytes for member in bucket) >= BUCKET:
+            yield list(bucket), torch.cat([tensors[member].reshape(-1) for member in bucket])
             bucket.clear()
     for bucket in filter(None, waiting.values()):
-        yield bucket, torch.cat([member.reshape(-1) for member in bucket])
+        yield bucket, torch.cat([tensors[member].reshape(-1) for member in bucket])

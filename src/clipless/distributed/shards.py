@@ -59,7 +59,7 @@ class Sharded:
     def __init__(self, model: nn.Module, ranks: Alone | Ranks) -> None:
         assert isinstance(model, FSDPModule)
         self.root: Any = model
-        self.whole = self._was_whole = False
+        self.whole = self.was_whole = False
         self._ranks, self._states = ranks, _states(model)
         self.root._get_fsdp_state()._lazy_init()
         self.divide()
@@ -76,11 +76,11 @@ class Sharded:
 
     def gather_again(self) -> None:
         """Gather the model again if it was whole in this batch, which is the same on all ranks."""
-        if self._was_whole and not self.whole:
+        if self.was_whole and not self.whole:
             self._gather()
 
     def _gather(self) -> None:
-        self.whole = self._was_whole = True
+        self.whole = self.was_whole = True
         for state in self._states:
             for group in state._fsdp_param_groups:
                 vars(group)["reshard"] = _stay_together
@@ -89,7 +89,7 @@ class Sharded:
 
     def forget(self) -> None:
         """A new batch begins."""
-        self._was_whole = False
+        self.was_whole = False
         self.divide()
 
     def divide(self) -> None:
