@@ -105,7 +105,7 @@ def make_private(
     if ranks.size > 1:
         ranks.refuse_differences(lambda: facts(model, optimizer, plan.to_dict(), seed, allow_overspend=allow_overspend))
         source.load_state_dict(ranks.shared(source.state_dict()))
-    ranks = ranks.apart() if is_sharded(model) else ranks
+    ranks = ranks.apart()
     parts = (model, optimizer, plan, fetcher(data, settings), source, kernels or Kernels())
     return on_every_rank(ranks, lambda: Private(*parts, allow_overspend, group, ranks, idle))
 
@@ -168,8 +168,8 @@ class Private(SavedRun):
     def _attach(self) -> None:
         self._engine.attach()
         self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(self._guard.attach(self._engine.parameters))
-        self._handles.append(self._idle.attach())
+        self._handles += [self._guard.attach(self._engine.parameters), self._idle.attach()]
+        self._handles += [self._shards.attach()] if self._shards else []
         _ATTACHED.update(self._engine.modules)
         _ATTACHED.add(self._optimizer)
 

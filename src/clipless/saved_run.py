@@ -109,9 +109,12 @@ class SavedRun(refusals.Whole):
         return self.ledger.spent(self.plan.delta, self.plan.accountant)
 
     def _digests(self, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> str:
-        """Digests of what this rank releases, and of what must be the same on all ranks even of a sharded model."""
-        shared = [] if statistic is None else [statistic]
-        return f"{fingerprint([*gradients.values(), *shared])} {fingerprint([self._thresholds, *shared])}"
+        """Digests of what this rank releases, and of what must be the same on all ranks even of a sharded model. At steps 1,
+        2, 4, 8 and so on the weights are among it, unless they are sharded: ranks may have changed their own."""
+        shared, step = [] if statistic is None else [statistic], self.ledger.steps + 1
+        compared = self._ranks.size > 1 and self._shards is None and step & (step - 1) == 0
+        weights = self._model.parameters() if compared else ()
+        return f"{fingerprint([*gradients.values(), *shared])} {fingerprint([self._thresholds, *weights, *shared])}"
 
     def _record(self, where: str, event: StepEvent, told: Sequence[str]) -> None:
         """Refuse a release that is not the same on all ranks, and record the event, on disk if there is a ledger file. A

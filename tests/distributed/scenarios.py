@@ -178,6 +178,13 @@ def failures(rank: int, group: Any) -> dict[str, Any]:
         vars(private)["_thresholds"] = private.thresholds * 2
     said["diverged"] = refused(optimizer.step)
     said["steps"] = private.ledger.steps
+    vars(private)["_thresholds"] = private.thresholds / (1 + rank)
+    training = steps(model, optimizer, private)
+    next(training)
+    with torch.no_grad():
+        next(model.parameters()).add_(rank)
+    said["other weights"] = refused(lambda: next(training))
+    said["steps at last"] = private.ledger.steps
     private.detach()
     return said
 

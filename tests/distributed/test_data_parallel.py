@@ -184,6 +184,8 @@ def test_ranks_that_would_step_differently_are_stopped(said: Any) -> None:
     for rank in said[2]:
         assert "the ranks do not have the same at the release of step 3" in rank["failures"]["diverged"]
         assert rank["failures"]["steps"] == 2
+        assert "the ranks do not have the same at the release of step 4" in rank["failures"]["other weights"]
+        assert rank["failures"]["steps at last"] == 3
 
 
 def test_a_ledger_that_cannot_be_written_stops_all_ranks(said: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ BUCKET = 8 * 2**20
 # Facts of which only digests are compared, which say nothing to a reader and should not be in a log.
 UNSHOWN = ("the seed", "the content of")
 # For each group the one that `Ranks.apart` made beside it.
-_APART: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_APART: "WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]]" = WeakKeyDictionary()
 
 
 @dataclass
@@ -92,14 +93,24 @@ class Ranks:
     """The processes of a torch.distributed group. All of them call the same methods in the same order.
 
     A method raises `RankFailed` if the others cannot be reached within the group's time-out, and then so does every later
-    one.
+    one. The group is not kept alive: its threads end with `destroy_process_group()`, and not while the interpreter exits,
+    where one that needs Python takes the process down.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._lost = group, False
+        self._alive, self._lost = ref(group), False
         by_nccl = dist.get_backend(group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if by_nccl else torch.device("cpu")
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._alive()
+        if group is None:
+            raise RankFailed(
+                "the ranks' process group was destroyed: call destroy_process_group() after the last step."
+            )
+        return group
 
     @contextmanager
     def together(self, what: str) -> Iterator["Told"]:
@@ -174,15 +185,21 @@ class Ranks:
 
     def apart(self) -> "Ranks":
         """The same ranks in a group of their own, in which nobody else sends anything: what ranks say to each other is never
-        taken for what FSDP2 sends, even after a failure. Torch makes one of all ranks of the world only, and does not tell
-        a new one from one that was destroyed, so it is made once; a sub-group stays as it is."""
-        members = dist.get_process_group_ranks(self._group)
+        taken for what FSDP2 or a user's own call sends, even if ranks do not make the same calls. Torch makes one of all
+        ranks of the world only, and does not tell a new one from one that was destroyed, so it is made once; a sub-group
+        stays as it is."""
+        world = self._group
+        members = dist.get_process_group_ranks(world)
         if len(members) < dist.get_world_size():
             return self
-        if self._group not in _APART:
-            options = self._group._get_backend(self._device).options
-            _APART[self._group] = dist.new_group(members, options._timeout)
-        return Ranks(_APART[self._group])
+        made = _APART.get(world)
+        group = made() if made is not None else None
+        if group is None:
+            with self._reaching("make_private"):
+                group = dist.new_group(members, world._get_backend(self._device).options._timeout)
+            assert isinstance(group, dist.ProcessGroup)
+            _APART[world] = ref(group)
+        return Ranks(group)
 
     def refuse_differences(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Raises on every rank, with the name of the first of these facts that is not the same on all of them."""
@@ -237,6 +254,8 @@ class Ranks:
             raise RankFailed("the other ranks were lost: start all of them anew, and resume from the last checkpoint.")
         try:
             yield
+        except RankFailed:
+            raise
         except (RuntimeError, ValueError) as error:
             self._lost = True
             reason = next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,6 +1,7 @@
 """A private step of several processes against plain `DistributedDataParallel` and plain FSDP2, and all against one process.
 
-Every world is made of fresh processes of one thread each, `python -m clipless.app.bench.processes REQUEST`, joined by gloo.
+Every world is made of fresh processes of one thread each, `python -m clipless.app.bench.processes REQUEST`, joined by gloo,
+each on a core of its own.
 The same batch is divided over the ranks, so a world of two that takes half as long has twice the throughput.
 """
 
@@ -191,6 +192,9 @@ def _sharded(model: nn.Module) -> nn.Module:
 
 def main(request: Request, rank: int) -> None:
     """One rank: take the steps, and write down how long they took and the peak of memory."""
+    if sys.platform == "linux":  # or two of them may share a core while another one idles
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     memory.import_all()
     folder = Path(request.folder)
