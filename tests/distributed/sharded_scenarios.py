@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -100,8 +102,8 @@ def trained(model: nn.Module, scalar: bool = False, **changes: Any) -> list[list
 def everything_sharded(folder: Path) -> dict[Any, Any]:
     """All that ranks of a sharded run can do together, in every world that this one is in; in the end one is killed."""
     said: dict[Any, Any] = {}
-    groups = {size: dist.new_group(members, timeout=timedelta(seconds=20)) for size, members in WORLDS.items()}
-    dying, gathering = (dist.new_group(members, timeout=timedelta(seconds=20)) for members in (WORLDS[2], [0, 1]))
+    groups = {size: dist.new_group(members, timeout=timedelta(seconds=60)) for size, members in WORLDS.items()}
+    dying, gathering = (dist.new_group(members, timeout=timedelta(seconds=60)) for members in (WORLDS[2], [0, 1]))
     for size, members in WORLDS.items():
         if dist.get_rank() in members:
             group = groups[size]
@@ -117,6 +119,9 @@ def everything_sharded(folder: Path) -> dict[Any, Any]:
     torch.save(said, folder / f"{dist.get_rank()}.pt")
     if dist.get_rank() in WORLDS[2]:
         said |= {"killed": killed(folder, dying, "scatter")}
+        (folder / "ready").touch()
+    while not (folder / "ready").exists():  # the other ranks have had more to do
+        time.sleep(0.05)
     return said | {"killed gathering": killed(folder, gathering, "forward")}
 
 
@@ -311,6 +316,14 @@ def again(group: Any) -> dict[str, Any]:
     return {"failed": failed, "not ready": not_ready, "gradients": found, "steps": steps_taken}
 
 
+def stopped(work: Callable[[], Any]) -> str:
+    """The error that the work meets, clipless's or torch's, with its type."""
+    try:
+        return refused(work)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def killed(folder: Path, group: Any, where: str) -> dict[str, Any]:
     """A rank is killed in the second step: inside the reduction, or while the other one waits for it to gather a block. That
     one must neither hang nor go on."""
@@ -325,8 +338,7 @@ def killed(folder: Path, group: Any, where: str) -> dict[str, Any]:
         else:
             model[1].register_forward_pre_hook(die)  # type: ignore[index]
     return {
-        "refused": refused(lambda: next(training)),
-        "again": refused(lambda: private.save_checkpoint(folder / "never.pt")),
+        "refused": stopped(lambda: next(training)),
         "steps": private.ledger.steps,
         "recorded": clipless.read_ledger(folder / f"{where}.jsonl").recorded().steps,
     }
