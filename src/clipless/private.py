@@ -169,6 +169,7 @@ class Private(SavedRun):
         self._engine.attach()
         self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
         self._handles += [self._guard.attach(self._engine.parameters), self._idle.attach()]
+        self._handles += [self._shards.attach()] if self._shards else []
         _ATTACHED.update(self._engine.modules)
         _ATTACHED.add(self._optimizer)
 

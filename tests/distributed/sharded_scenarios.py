@@ -2,8 +2,6 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -100,11 +98,14 @@ def trained(model: nn.Module, scalar: bool = False, **changes: Any) -> list[list
 
 
 def everything_sharded(folder: Path) -> dict[Any, Any]:
-    """All that ranks of a sharded run can do together, in every world that this one is in; in the end one is killed."""
+    """All that ranks of a sharded run can do together, in every world that this one is in; two are killed."""
     said: dict[Any, Any] = {}
     groups = {size: dist.new_group(members, timeout=timedelta(seconds=60)) for size, members in WORLDS.items()}
     dying, gathering = (dist.new_group(members, timeout=timedelta(seconds=60)) for members in (WORLDS[2], [0, 1]))
     for size, members in WORLDS.items():
+        if size == 2 and dist.get_rank() in (0, 1):
+            torch.save(said, folder / f"{dist.get_rank()}.pt")
+            said |= {"killed gathering": killed(folder, gathering, "forward")}
         if dist.get_rank() in members:
             group = groups[size]
             cases = CASES if size == 2 else CASES[size :: len(WORLDS) + 2]
@@ -117,12 +118,7 @@ def everything_sharded(folder: Path) -> dict[Any, Any]:
         if dist.get_rank() in members and size == 2:
             said |= one_world(groups[size], folder)
     torch.save(said, folder / f"{dist.get_rank()}.pt")
-    if dist.get_rank() in WORLDS[2]:
-        said |= {"killed": killed(folder, dying, "scatter")}
-        (folder / "ready").touch()
-    while not (folder / "ready").exists():  # the other ranks have had more to do
-        time.sleep(0.05)
-    return said | {"killed gathering": killed(folder, gathering, "forward")}
+    return said | {"killed": killed(folder, dying, "scatter")}
 
 
 def few(group: Any = None) -> dict[str, Any]:
@@ -316,14 +312,6 @@ def again(group: Any) -> dict[str, Any]:
     return {"failed": failed, "not ready": not_ready, "gradients": found, "steps": steps_taken}
 
 
-def stopped(work: Callable[[], Any]) -> str:
-    """The error that the work meets, clipless's or torch's, with its type."""
-    try:
-        return refused(work)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def killed(folder: Path, group: Any, where: str) -> dict[str, Any]:
     """A rank is killed in the second step: inside the reduction, or while the other one waits for it to gather a block. That
     one must neither hang nor go on."""
@@ -338,7 +326,8 @@ def killed(folder: Path, group: Any, where: str) -> dict[str, Any]:
         else:
             model[1].register_forward_pre_hook(die)  # type: ignore[index]
     return {
-        "refused": stopped(lambda: next(training)),
+        "refused": refused(lambda: next(training)),
+        "again": refused(lambda: private.save_checkpoint(folder / "never.pt")),
         "steps": private.ledger.steps,
         "recorded": clipless.read_ledger(folder / f"{where}.jsonl").recorded().steps,
     }

@@ -4,8 +4,9 @@ FSDP2's own reduction stays idle, because every parameter is frozen while its mo
 parameter. Clipped sums go to the ranks that hold the parameters' shards by a reduce-scatter of our own, in one order.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,22 @@ class Sharded:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         outer = _parameters_of(self.root._get_fsdp_state())
         self.outer = frozenset(names[id(shard.sharded_param)] for shard in outer if id(shard.sharded_param) in names)
+
+    def attach(self) -> "Sharded":
+        """From now on a block that cannot be gathered, because a rank is lost, is refused as any call to the others is."""
+        for group in self._groups():
+            for name in ("unshard", "wait_for_unshard"):
+                vars(group)[name] = partial(self._gathered, getattr(group, name))
+        return self
+
+    def remove(self) -> None:
+        for group in self._groups():
+            for name in ("unshard", "wait_for_unshard"):
+                vars(group).pop(name, None)
+
+    def _gathered(self, gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._ranks.reaching("a block of the model"):
+            return gather(*args, **kwargs)
 
     def _groups(self) -> list[Any]:
         return [group for state in self._states for group in state._fsdp_param_groups]
