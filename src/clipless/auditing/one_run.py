@@ -21,13 +21,14 @@ from torch.utils.data import TensorDataset
 
 import clipless
 from clipless.arguments import named, whole
+from clipless.auditing.gauss import Trace, log_likelihood, steps_of
 from clipless.auditing.probe import worst_norms
-from clipless.auditing.run_game import log_likelihood
 from clipless.auditing.watching import Watcher
 from clipless.errors import InvalidArgument
 from clipless.plan import PrivacyPlan
 
 Floats = npt.NDArray[np.float64]
+Coins = npt.NDArray[np.bool_]
 KINDS = ("crafted", "random")
 
 
@@ -47,11 +48,12 @@ class Canaries:
 @dataclass(frozen=True)
 class Seen:
     """The coins, True for in, and the scores of all canaries: from released gradients, and from the losses of the first and
-    the last model (None for crafted canaries, which lie outside the model)."""
+    the last model (None for crafted canaries, which lie outside the model). `trace` is there for crafted canaries alone."""
 
-    coins: npt.NDArray[np.bool_]
+    coins: Coins
     white_box: Floats
     black_box: Floats | None
+    trace: Trace | None
     plan: PrivacyPlan
     epsilon: float
 
@@ -103,7 +105,7 @@ def one_run(
         spent = private.spent()
     finally:
         private.detach()
-    return Seen(coins, kind.scores, kind.final_scores(), private.plan, spent.epsilon)
+    return Seen(coins, kind.scores, kind.final_scores(), kind.trace(coins), private.plan, spent.epsilon)
 
 
 def _with_canaries(records: TensorDataset, canaries: Canaries, rng: np.random.Generator) -> TensorDataset:
@@ -121,6 +123,7 @@ class _Crafted:
     def __init__(self, model: nn.Module, canaries: int) -> None:
         self.trained = Audited(model, canaries)
         self.scores: Floats = np.zeros(canaries)
+        self._squares: Floats = np.zeros(canaries)
 
     def begin(self, private: clipless.Private) -> None:
         clipping = private.plan.clipping
@@ -141,9 +144,13 @@ class _Crafted:
         plan, seen = self._private.plan, self._watcher.after_step()[0, 1:]
         multiplier = plan.event(self._private.steps_taken - 1).gradient_multiplier
         self.scores += log_likelihood(seen, multiplier, plan.sample_rate)
+        self._squares += seen**2
 
     def final_scores(self) -> None:
         """None: these canaries lie outside the model."""
+
+    def trace(self, coins: Coins) -> Trace:
+        return Trace(steps_of(self._private.plan), self._squares[~coins])
 
 
 class _Random:
@@ -174,6 +181,9 @@ class _Random:
             warnings.filterwarnings("ignore", message="`torch.jit.script` is", category=DeprecationWarning)
             products = torch.func.jvp(self._canary_losses, (self._at,), (released,))[1]
         self.scores += products.double().numpy()
+
+    def trace(self, coins: Coins) -> None:
+        """None: gradients of these canaries overlap, and so do the noises along them."""
 
     def final_scores(self) -> Floats:
         return self._first - self._present_losses()
