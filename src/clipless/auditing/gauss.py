@@ -75,28 +75,29 @@ def gauss_kappa(inside: Floats, outside: Floats, trace: Trace, confidence: float
     >>> round(gauss_kappa(*scores, trace, 0.95), 2)
     0.89
     """
+    low, high = 0.0, LARGEST_KAPPA
+    if not gauss_refutes(low, inside, outside, trace, confidence):
+        return low
+    if gauss_refutes(high, inside, outside, trace, confidence):
+        return high
+    while high - low > TOLERANCE:
+        middle = (low + high) / 2
+        low, high = (middle, high) if gauss_refutes(middle, inside, outside, trace, confidence) else (low, middle)
+    return low
+
+
+def gauss_refutes(kappa: float, inside: Floats, outside: Floats, trace: Trace, confidence: float) -> bool:
+    """Whether such scores, or more telling ones, have a chance below 1 - confidence under this κ and every smaller one."""
     if any(event.projections is not None for event, _ in trace.steps):
         raise InvalidArgument(
             "estimated norms let a record move a release by a random amount: audit gradients='exact'."
         )
     if min(len(inside), len(outside)) == 0:
-        return 0.0
+        return False
     error = 1 - confidence
     size = largest_size(trace, 1 - FOR_SIZE * error)
     seen = float(inside.mean() - outside.mean())
-
-    def refuted(kappa: float) -> bool:
-        return tail(seen, kappa, size, len(inside), len(outside), trace.steps) < (1 - FOR_SIZE) * error
-
-    low, high = 0.0, LARGEST_KAPPA
-    if not refuted(low):
-        return 0.0
-    if refuted(high):
-        return high
-    while high - low > TOLERANCE:
-        middle = (low + high) / 2
-        low, high = (middle, high) if refuted(middle) else (low, middle)
-    return low
+    return tail(seen, kappa, size, len(inside), len(outside), trace.steps) < (1 - FOR_SIZE) * error
 
 
 def gauss_epsilon(kappa: float, steps: Steps, delta: float) -> float:

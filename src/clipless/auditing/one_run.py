@@ -149,8 +149,10 @@ class _Crafted:
     def final_scores(self) -> None:
         """None: these canaries lie outside the model."""
 
-    def trace(self, coins: Coins) -> Trace:
-        return Trace(steps_of(self._private.plan), self._squares[~coins])
+    def trace(self, coins: Coins) -> Trace | None:
+        """None where norms are estimated: a canary then moves a release by a random amount."""
+        plan = self._private.plan
+        return None if plan.projections is not None else Trace(steps_of(plan), self._squares[~coins])
 
 
 class _Random:
