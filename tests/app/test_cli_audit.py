@@ -31,6 +31,7 @@ def test_json_has_the_claim_the_bound_and_the_confidence() -> None:
     assert 1.5 < record["lower_bound"] <= record["claimed_epsilon"]
     assert record["exceeded"] is False
     assert record["findings"] == []
+    assert record["note"] is None
     assert {row["game"] for row in record["games"]} == {"step", "one-run"}
     assert record["arguments"]["model"] == "linear"
     assert record["audit"]["canaries"] == 200
@@ -68,6 +69,26 @@ def test_wrong_noise_that_breaks_no_promise_is_a_finding(monkeypatch: pytest.Mon
     record = json.loads(run("--json", "--games", "step", code=1).stdout)
     assert record["exceeded"] is False
     assert any("more noise than claimed" in finding for finding in record["findings"])
+
+
+def test_an_accountant_that_states_too_little_is_named() -> None:
+    """gdp understates what few steps with little noise cost, by more than one training leaves unproved."""
+    arguments = (
+        "--accountant",
+        "gdp",
+        "--games",
+        "one-run",
+        "--epsilon",
+        "6",
+        "--canaries",
+        "1400",
+        "--batch-size",
+        "1400",
+    )
+    record = json.loads(run("--json", *arguments, code=1).stdout)
+    assert record["exceeded"] is True
+    assert "--accountant pld" in record["note"]
+    assert "--accountant pld" in run(*arguments, code=1).stderr
 
 
 def test_random_canaries_and_trainings_of_a_policy_with_a_statistic() -> None:

@@ -83,8 +83,7 @@ def one_run(
 
     Nothing is returned about a real record: scores are those of canaries.
     """
-    if not isinstance(records, TensorDataset) or len(records.tensors) != 2:
-        raise InvalidArgument("one_run takes a TensorDataset of inputs and classes.")
+    _refuse(records)
     rng = np.random.default_rng(canaries.seed)
     coins = rng.random(canaries.number) < 0.5
     data = _with_canaries(records, canaries, rng)
@@ -106,6 +105,21 @@ def one_run(
     finally:
         private.detach()
     return Seen(coins, kind.scores, kind.final_scores(), kind.trace(coins), private.plan, spent.epsilon)
+
+
+def _refuse(records: TensorDataset) -> None:
+    if not isinstance(records, TensorDataset) or len(records.tensors) != 2:
+        raise InvalidArgument("one_run takes a TensorDataset of inputs and classes.")
+    inputs, classes = records.tensors
+    if len(inputs) == 0:
+        raise InvalidArgument("there are no records to train on: play the step game, which needs none.")
+    if not inputs.is_floating_point():
+        raise InvalidArgument(
+            f"canaries are inputs of normal noise, and these inputs are {inputs.dtype}: audit a model that takes "
+            "floating-point inputs, or play the step game."
+        )
+    if classes.is_floating_point() or classes.dim() != 1:
+        raise InvalidArgument("one_run audits a classifier: give one class number for each record, [N], as integers.")
 
 
 def _with_canaries(records: TensorDataset, canaries: Canaries, rng: np.random.Generator) -> TensorDataset:
