@@ -80,7 +80,7 @@ def audit(
     records = data_sets.load(data)
     with _bars(f"{records.name} {model} {clipping}", visible=not as_json) as report:
         found = run_audit(records, settings, how, report)
-    record = _plain(found.to_dict()) | {"note": _note(found)}
+    record = _plain(found.to_dict()) | {"note": note_on(found)}
     if out is not None:
         _write(out, record)
     if draw is not None:
@@ -120,18 +120,18 @@ def _show(found: Audit) -> None:
     rows["verdict"] = "the claim is refuted" if found.failed else "nothing speaks against the claim"
     rows["time"] = f"{found.seconds:.1f} s"
     _output.show_table("Audit", rows)
-    if (note := _note(found)) is not None:
+    if (note := note_on(found)) is not None:
         _output.show_note(note)
     _output.show_note(COST)
 
 
-def _note(found: Audit) -> str | None:
+def note_on(found: Audit) -> str | None:
     """What to do next where the claim itself may be at fault, and not the training."""
     accountant = found.settings.accountant
     if not (found.exceeded and ACCOUNTANTS[accountant].approximation):
         return None
     return (
-        f"{accountant} is an approximation that can state too small an epsilon: the claim may be false although the training "
+        f"{accountant} is an approximation that can state too little: the claim may be false although the training "
         "is sound. Audit with --accountant pld."
     )
 
