@@ -27,6 +27,7 @@ from clipless.errors import InvalidArgument
 from clipless.plan import PrivacyPlan
 
 Floats = npt.NDArray[np.float64]
+Complex = npt.NDArray[np.complex128]
 Steps = tuple[tuple[StepEvent, int], ...]
 
 FOR_SIZE = 0.1  # of the error probability, for the size of the noise; the rest for the scores
@@ -34,7 +35,7 @@ LARGEST_KAPPA = 8.0
 TOLERANCE = 1e-4
 # Of the inversion, in standard deviations of the statistic: its period, and beyond which distance a tail is 0 or 1.
 PERIOD, FAR = 100.0, 40.0
-FREQUENCIES, MORE_FREQUENCIES, NEGLIGIBLE = 128, 2048, 1e-10
+FREQUENCIES, MORE_FREQUENCIES, NEGLIGIBLE, LEAST = 128, 2048, 1e-10, 1e-300
 _NODES: Floats = np.linspace(-9.0, 9.0, 301)
 _WEIGHTS: Floats = np.exp(-(_NODES**2) / 2) / np.exp(-(_NODES**2) / 2).sum()
 
@@ -129,7 +130,7 @@ def tail(seen: float, kappa: float, size: float, inside: int, outside: int, step
         u = 2 * np.pi / (PERIOD * spread) * halves
         logs = sum(
             kind.count
-            * (inside * np.log(kind.transform_in(u / inside)) + outside * np.log(kind.transform_out(u / outside)))
+            * (inside * _log(kind.transform_in(u / inside)) + outside * _log(kind.transform_out(u / outside)))
             for kind in kinds
         )
         transform = np.exp(logs - 1j * u * (seen - mean))
@@ -137,6 +138,11 @@ def tail(seen: float, kappa: float, size: float, inside: int, outside: int, step
             break
     # Gil-Pelaez by the midpoint rule, whose error is the chance of a value half a period away.
     return min(max(0.5 + float((transform.imag / halves).sum()) / math.pi, 0.0), 1.0)
+
+
+def _log(transform: Complex) -> Complex:
+    """The logarithm; of 0, which rounding may give, that of next to nothing."""
+    return np.log(transform + LEAST)
 
 
 class _Kind:
@@ -155,10 +161,10 @@ class _Kind:
         missed, there = (float(_WEIGHTS @ part**2) for part in self._in)
         self.variance_in = (1 - self.rate) * missed + self.rate * there
 
-    def transform_in(self, u: Floats) -> npt.NDArray[np.complex128]:
+    def transform_in(self, u: Floats) -> Complex:
         missed, there = (np.exp(1j * np.outer(u, part)) @ _WEIGHTS for part in self._in)
         return (1 - self.rate) * missed + self.rate * there
 
-    def transform_out(self, u: Floats) -> npt.NDArray[np.complex128]:
+    def transform_out(self, u: Floats) -> Complex:
         """Of the score with its sign changed, since those who are out are subtracted."""
         return np.exp(-1j * np.outer(u, self._out)) @ _WEIGHTS
