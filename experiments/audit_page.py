@@ -77,10 +77,10 @@ came down (black-box). Numbers of guesses tried, and analyses, share the confide
   refuted.
 
   *What its confidence rests on*: noise that is normal, of one size, and independent over coordinates and steps, and
-  Poisson batches of the claimed rate. If the claim is true, all of that is true, so a bound above the claim is a
-  refutation at the stated confidence without further assumption. As a bound below the claim it is as good as these
-  assumptions; the step game tests the first, the whole-run game the second. Canaries that move releases by different
-  amounts only lower it. Not for random canaries, whose gradients overlap, so that neither noise nor canaries along them
+  Poisson batches of the claimed rate. If training does what the plan says, all of that is true, so a bound above the
+  claim refutes the plan at the stated confidence without further assumption. (Another mechanism with the same epsilon
+  is not what it tests.) As a bound below the claim it is as good as these assumptions; the step game tests the first,
+  the whole-run game the second. Canaries that move releases by different amounts only lower it. Not for random canaries, whose gradients overlap, so that neither noise nor canaries along them
   are independent; not for estimated norms (`gradients="jl"`), with which a record moves a release by a random amount.
 
 **Any small model** (`play_model`): full batches with and without one given record, told apart by a learned direction.
@@ -323,5 +323,6 @@ CIFAR-10, white-box (Steinke et al. 2023). From many trainings on MNIST at epsil
 1000 of them (Annamalai and De Cristofaro 2024, final model, worst-case initial weights), 4.91 (Yoon et al. 2024, final
 model, crafted inputs); these see less than a white-box audit. With every gradient in sight Nasr et al. (2023) report
 nearly tight bounds from two trainings. Mahloujifar et al. (2025) and Agrawal et al. (2026) say that theirs are tighter
-than Steinke's, with no figure that could be quoted here for MNIST; their analyses are the columns above.
+than Steinke's; no figure of theirs for MNIST is known to us. The columns above are these analyses, the Gaussian one in
+our own form.
 """
