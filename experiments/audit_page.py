@@ -80,8 +80,9 @@ came down (black-box). Numbers of guesses tried, and analyses, share the confide
   Poisson batches of the claimed rate. If training does what the plan says, all of that is true, so a bound above the
   claim refutes the plan at the stated confidence without further assumption. (Another mechanism with the same epsilon
   is not what it tests.) As a bound below the claim it is as good as these assumptions; the step game tests the first,
-  the whole-run game the second. Canaries that move releases by different amounts only lower it. Not for random canaries, whose gradients overlap, so that neither noise nor canaries along them
-  are independent; not for estimated norms (`gradients="jl"`), with which a record moves a release by a random amount.
+  the whole-run game the second. Canaries that move releases by different amounts only lower it. Not for random
+  canaries, whose gradients overlap, so that neither noise nor canaries along them are independent; not for estimated
+  norms (`gradients="jl"`), with which a record moves a release by a random amount.
 
 **Any small model** (`play_model`): full batches with and without one given record, told apart by a learned direction.
 It sees a record that acts through others.

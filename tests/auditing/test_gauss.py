@@ -76,7 +76,7 @@ def test_values_that_cannot_be_have_no_chance() -> None:
     assert tail(-1e6, 1.0, 1.0, 20, 20, SAMPLED) == 1
 
 
-@pytest.mark.parametrize("steps", [SAMPLED, RARE], ids=["sampled", "rare"])
+@pytest.mark.parametrize("steps", [SAMPLED, FULL], ids=["sampled", "full"])
 def test_a_true_claim_is_refuted_as_rarely_as_is_said(steps: Steps) -> None:
     """200 audits of 60 canaries at 80 %, with a canary in that moves releases as far as is claimed: 40 refuted at most, 60
     or more have a chance of 0.1 %; 20 or fewer would be a bound that wastes its confidence."""
