@@ -244,7 +244,7 @@ def _one_run(
         views = {"white-box": seen.white_box} | ({} if seen.black_box is None else {"black-box": seen.black_box})
         for view, scores in views.items():
             level = 1 - (1 - confidence) / len(views)
-            verdict = judge_canaries(scores, seen.coins, seen.epsilon, plan.delta, level, claim)
+            verdict = judge_canaries(scores, seen.coins, seen.epsilon, plan.delta, level, claim, seen.trace)
             row = {"game": "one-run", "seen": f"{how.kind} canaries, {view}", **verdict.to_dict()}
             yield row | {"seconds": round(seconds(), 1)}, []
 

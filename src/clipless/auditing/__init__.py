@@ -7,6 +7,7 @@ each assumes.
 
 from clipless.auditing.family import SampledGaussian
 from clipless.auditing.fit import Finding, gaussian_fit
+from clipless.auditing.gauss import Trace, gauss_epsilon, gauss_kappa
 from clipless.auditing.model_game import ModelGame, play_model
 from clipless.auditing.one_run import Canaries, Seen, one_run
 from clipless.auditing.one_run_bounds import gaussian_mu, mahloujifar_epsilon, steinke_epsilon
@@ -26,9 +27,12 @@ __all__ = [
     "SampledGaussian",
     "Seen",
     "StepGame",
+    "Trace",
     "Trainings",
     "Verdict",
     "clopper_pearson",
+    "gauss_epsilon",
+    "gauss_kappa",
     "gaussian_fit",
     "gaussian_mu",
     "judge_canaries",

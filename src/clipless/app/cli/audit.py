@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from clipless.accounting import ACCOUNTANTS
 from clipless.app import charts
 from clipless.app import data as data_sets
 from clipless.app.auditing import GAMES, Audit, AuditSettings, OnGame
@@ -81,7 +82,7 @@ def audit(
     records = data_sets.load(data)
     with _bars(f"{records.name} {model} {clipping}", visible=not as_json) as report:
         found = run_audit(records, settings, how, report)
-    record = _plain(found.to_dict())
+    record = _plain(found.to_dict()) | {"note": note_on(found)}
     if out is not None:
         _write(out, record)
     if draw is not None:
@@ -121,7 +122,20 @@ def _show(found: Audit) -> None:
     rows["verdict"] = "the claim is refuted" if found.failed else "nothing speaks against the claim"
     rows["time"] = f"{found.seconds:.1f} s"
     _output.show_table("Audit", rows)
+    if (note := note_on(found)) is not None:
+        _output.show_note(note)
     _output.show_note(COST)
+
+
+def note_on(found: Audit) -> str | None:
+    """What to do next where the claim itself may be at fault, and not the training."""
+    accountant = found.settings.accountant
+    if not (found.exceeded and ACCOUNTANTS[accountant].approximation):
+        return None
+    return (
+        f"{accountant} is an approximation that can state too little: the claim may be false although the training "
+        "is sound. Audit with --accountant pld."
+    )
 
 
 def _draw(found: Audit, path: Path) -> None:
