@@ -51,8 +51,8 @@ def test_table_says_what_the_audit_costs(tmp_path: Path) -> None:
 def test_every_game_finds_missing_noise_and_exits_1(games: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = NoiseSource.release
 
-    def broken(self: NoiseSource, stream: str, step: int, values: Any, stddevs: list[float], *further: Any) -> Any:
-        return original(self, stream, step, values, [stddev / 20 for stddev in stddevs], *further)
+    def broken(self: NoiseSource, stream: str, step: int, values: Any, stddevs: list[float], **further: Any) -> Any:
+        return original(self, stream, step, values, [stddev / 20 for stddev in stddevs], **further)
 
     monkeypatch.setattr(NoiseSource, "release", broken)
     record = json.loads(run("--json", "--games", games, "--trainings", "8", code=1).stdout)
@@ -64,8 +64,8 @@ def test_every_game_finds_missing_noise_and_exits_1(games: str, monkeypatch: pyt
 def test_wrong_noise_that_breaks_no_promise_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     original = NoiseSource.release
 
-    def broken(self: NoiseSource, stream: str, step: int, values: Any, stddevs: list[float], *further: Any) -> Any:
-        return original(self, stream, step, values, [stddev * 2 for stddev in stddevs], *further)
+    def broken(self: NoiseSource, stream: str, step: int, values: Any, stddevs: list[float], **further: Any) -> Any:
+        return original(self, stream, step, values, [stddev * 2 for stddev in stddevs], **further)
 
     monkeypatch.setattr(NoiseSource, "release", broken)
     record = json.loads(run("--json", "--games", "step", code=1).stdout)

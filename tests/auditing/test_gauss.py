@@ -7,7 +7,7 @@ from test_runs import audited
 
 import clipless
 from clipless.accounting import StepEvent
-from clipless.auditing import Trace, gauss_epsilon, gauss_kappa, judge_canaries
+from clipless.auditing import CanaryTrace, gauss_epsilon, gauss_kappa, judge_canaries
 from clipless.auditing.gauss import (
     LARGEST_KAPPA,
     Floats,
@@ -83,7 +83,7 @@ def test_a_true_claim_is_refuted_as_rarely_as_is_said(steps: Steps) -> None:
     rng, refuted = np.random.default_rng(2), 0
     for _ in range(200):
         inside, (outside, squares) = released(steps, 30, rng, kappa=1.0)[0][0], (r[0] for r in released(steps, 30, rng))
-        refuted += gauss_refutes(1.0, inside, outside, Trace(steps, squares), 0.8)
+        refuted += gauss_refutes(1.0, inside, outside, CanaryTrace(steps, squares), 0.8)
     assert 3 < refuted < 60
 
 
@@ -91,7 +91,7 @@ def bound(steps: Steps, *, kappa: float | Floats, size: float = 1.0, canaries: i
     rng = np.random.default_rng(3)
     inside = released(steps, canaries, rng, kappa=kappa, size=size)[0][0]
     outside, squares = (each[0] for each in released(steps, canaries, rng, size=size))
-    return gauss_kappa(inside, outside, Trace(steps, squares), 0.99)
+    return gauss_kappa(inside, outside, CanaryTrace(steps, squares), 0.99)
 
 
 @pytest.mark.parametrize("steps", EVERY.values(), ids=EVERY)
@@ -126,7 +126,9 @@ def test_epsilon_is_that_of_the_gradients_with_less_noise() -> None:
 
 def test_random_sensitivity_is_refused() -> None:
     with pytest.raises(clipless.InvalidArgument, match="gradients='exact'"):
-        gauss_kappa(np.zeros(30), np.zeros(30), Trace(((StepEvent(1.0, 1.0, projections=5), 1),), np.ones(30)), 0.95)
+        gauss_kappa(
+            np.zeros(30), np.zeros(30), CanaryTrace(((StepEvent(1.0, 1.0, projections=5), 1),), np.ones(30)), 0.95
+        )
 
 
 def test_a_training_whose_noise_changes_is_audited_step_by_step() -> None:

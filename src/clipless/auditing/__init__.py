@@ -7,7 +7,7 @@ each assumes.
 
 from clipless.auditing.family import SampledGaussian
 from clipless.auditing.fit import Finding, gaussian_fit
-from clipless.auditing.gauss import Trace, gauss_epsilon, gauss_kappa
+from clipless.auditing.gauss import CanaryTrace, gauss_epsilon, gauss_kappa
 from clipless.auditing.model_game import ModelGame, play_model
 from clipless.auditing.one_run import Canaries, Seen, one_run
 from clipless.auditing.one_run_bounds import gaussian_mu, mahloujifar_epsilon, steinke_epsilon
@@ -18,6 +18,7 @@ from clipless.auditing.verdict import CanaryVerdict, Verdict, judge_canaries, ju
 
 __all__ = [
     "Canaries",
+    "CanaryTrace",
     "CanaryVerdict",
     "Finding",
     "ModelGame",
@@ -27,7 +28,6 @@ __all__ = [
     "SampledGaussian",
     "Seen",
     "StepGame",
-    "Trace",
     "Trainings",
     "Verdict",
     "clopper_pearson",

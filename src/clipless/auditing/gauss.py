@@ -41,7 +41,7 @@ _WEIGHTS: Floats = np.exp(-(_NODES**2) / 2) / np.exp(-(_NODES**2) / 2).sum()
 
 
 @dataclass(frozen=True)
-class Trace:
+class CanaryTrace:
     """What this analysis needs besides scores: the claimed steps, and for each canary that is out the sum over all
     steps of its squared releases, in claimed standard deviations."""
 
@@ -63,7 +63,7 @@ def log_likelihood(seen: Floats, noise_multiplier: float, sample_rate: float) ->
     )
 
 
-def gauss_kappa(inside: Floats, outside: Floats, trace: Trace, confidence: float) -> float:
+def gauss_kappa(inside: Floats, outside: Floats, trace: CanaryTrace, confidence: float) -> float:
     """A lower bound on κ that holds with this confidence; 0 if nothing can be said, at most `LARGEST_KAPPA`.
 
     `inside` and `outside` are scores. Assumes that noise is normal, of one size, and independent over coordinates and steps,
@@ -71,7 +71,7 @@ def gauss_kappa(inside: Floats, outside: Floats, trace: Trace, confidence: float
 
     >>> rng = np.random.default_rng(1)
     >>> out, there = rng.normal(size=(2, 3000)) + [[0.0], [0.5]]
-    >>> trace = Trace(((StepEvent(1.0, 2.0), 1),), out**2)
+    >>> trace = CanaryTrace(((StepEvent(1.0, 2.0), 1),), out**2)
     >>> scores = [log_likelihood(x, 2.0, 1.0) for x in (there, out)]
     >>> 0.8 < gauss_kappa(*scores, trace, 0.95) < 1
     True
@@ -87,7 +87,7 @@ def gauss_kappa(inside: Floats, outside: Floats, trace: Trace, confidence: float
     return low
 
 
-def gauss_refutes(kappa: float, inside: Floats, outside: Floats, trace: Trace, confidence: float) -> bool:
+def gauss_refutes(kappa: float, inside: Floats, outside: Floats, trace: CanaryTrace, confidence: float) -> bool:
     """Whether such scores, or more telling ones, have a chance below 1 - confidence under this κ and every smaller one."""
     if any(event.projections is not None for event, _ in trace.steps):
         raise InvalidArgument(
@@ -112,7 +112,7 @@ def gauss_epsilon(kappa: float, steps: Steps, delta: float) -> float:
     return ACCOUNTANTS["pld"].epsilon(moved, delta)
 
 
-def largest_size(trace: Trace, confidence: float) -> float:
+def largest_size(trace: CanaryTrace, confidence: float) -> float:
     """An upper bound on s from the squares of canaries that are out, by their chi-square distribution."""
     freedom = len(trace.squares) * sum(count for _, count in trace.steps)
     return math.sqrt(float(trace.squares.sum()) / float(stats.chi2.isf(confidence, freedom)))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -21,14 +20,13 @@ from torch.utils.data import TensorDataset
 
 import clipless
 from clipless.arguments import named, whole
-from clipless.arrays import Floats
+from clipless.arrays import Booleans, Floats
 from clipless.auditing.canary_model import worst_norms
-from clipless.auditing.gauss import Trace, log_likelihood, steps_of
+from clipless.auditing.gauss import CanaryTrace, log_likelihood, steps_of
 from clipless.auditing.watching import Watcher
 from clipless.errors import InvalidArgument
 from clipless.plan import PrivacyPlan
 
-Coins = npt.NDArray[np.bool_]
 KINDS = ("crafted", "random")
 
 
@@ -50,10 +48,10 @@ class Seen:
     """The coins, True for in, and the scores of all canaries: from released gradients, and from the losses of the first and
     the last model (None for crafted canaries, which lie outside the model). `trace` is there for crafted canaries alone."""
 
-    coins: Coins
+    coins: Booleans
     white_box: Floats
     black_box: Floats | None
-    trace: Trace | None
+    trace: CanaryTrace | None
     plan: PrivacyPlan
     epsilon: float
 
@@ -163,10 +161,10 @@ class _Crafted:
     def final_scores(self) -> None:
         """None: these canaries lie outside the model."""
 
-    def trace(self, coins: Coins) -> Trace | None:
+    def trace(self, coins: Booleans) -> CanaryTrace | None:
         """None where norms are estimated: a canary then moves a release by a random amount."""
         plan = self._private.plan
-        return None if plan.projections is not None else Trace(steps_of(plan), self._squares[~coins])
+        return None if plan.projections is not None else CanaryTrace(steps_of(plan), self._squares[~coins])
 
 
 class _Random:
@@ -198,7 +196,7 @@ class _Random:
             products = torch.func.jvp(self._canary_losses, (self._at,), (released,))[1]
         self.scores += products.double().numpy()
 
-    def trace(self, coins: Coins) -> None:
+    def trace(self, coins: Booleans) -> None:
         """None: gradients of these canaries overlap, and so do the noises along them."""
 
     def final_scores(self) -> Floats:

@@ -10,7 +10,7 @@ from clipless.arguments import whole
 from clipless.arrays import Floats
 from clipless.auditing.canary_model import CanaryModel
 from clipless.auditing.family import SampledGaussian
-from clipless.auditing.gauss import Trace, gauss_epsilon, gauss_kappa, log_likelihood, steps_of
+from clipless.auditing.gauss import CanaryTrace, gauss_epsilon, gauss_kappa, log_likelihood, steps_of
 from clipless.auditing.rates import plain_epsilon, rates
 from clipless.auditing.step_game import StepGame, attached, slots
 from clipless.auditing.verdict import CONFIDENCE, Verdict
@@ -36,7 +36,7 @@ class Trainings:
     final_outside: Floats
     all_inside: Floats
     all_outside: Floats
-    trace: Trace
+    trace: CanaryTrace
     noise_multiplier: float
     sample_rate: float
     steps: int
@@ -59,7 +59,7 @@ def play_runs(game: RunGame, trainings: int, on_training: Callable[[], None] = l
         final_outside=last[:, half:].ravel(),
         all_inside=seen[:, :half].ravel(),
         all_outside=seen[:, half:].ravel(),
-        trace=Trace(steps_of(plan), np.stack(squares)[:, half:].ravel()),
+        trace=CanaryTrace(steps_of(plan), np.stack(squares)[:, half:].ravel()),
         noise_multiplier=plan.noise_multiplier,
         sample_rate=plan.sample_rate,
         steps=game.steps,

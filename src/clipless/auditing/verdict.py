@@ -4,17 +4,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from clipless.arrays import Floats
+from clipless.arrays import Booleans, Floats
 from clipless.auditing.family import SampledGaussian
 from clipless.auditing.fit import Finding, gaussian_fit
-from clipless.auditing.gauss import Trace, gauss_epsilon, gauss_kappa
+from clipless.auditing.gauss import CanaryTrace, gauss_epsilon, gauss_kappa
 from clipless.auditing.one_run_bounds import mahloujifar_epsilon, steinke_epsilon
 from clipless.auditing.rates import LEAST_SCORES, Rates, gaussian_pair_mu, plain_epsilon, rates
 from clipless.auditing.step_game import Releases
-
-Coins = npt.NDArray[np.bool_]
 
 FALSE_ALARMS = 1e-6
 CONFIDENCE = 0.95
@@ -117,12 +114,12 @@ class CanaryVerdict:
 
 def judge_canaries(
     scores: Floats,
-    coins: Coins,
+    coins: Booleans,
     claimed_epsilon: float,
     delta: float,
     confidence: float = CONFIDENCE,
     independent: tuple[SampledGaussian, float] | None = None,
-    trace: Trace | None = None,
+    trace: CanaryTrace | None = None,
 ) -> CanaryVerdict:
     """Guess the coins by the scores, "in" for the highest and "out" for the lowest, for several numbers of guesses.
 
@@ -150,7 +147,7 @@ def judge_canaries(
     )
 
 
-def _guessed(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
+def _guessed(scores: Floats, coins: Booleans, share: float) -> tuple[int, int]:
     """Guesses made, half of them "in" and half "out", and how many are right."""
     half = max(1, round(share * len(scores) / 2))
     half = min(half, len(scores) // 2)
@@ -159,7 +156,7 @@ def _guessed(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
 
 
 def _independent(
-    scores: Floats, coins: Coins, delta: float, confidence: float, family: SampledGaussian, noise_multiplier: float
+    scores: Floats, coins: Booleans, delta: float, confidence: float, family: SampledGaussian, noise_multiplier: float
 ) -> float:
     if min(int(coins.sum()), int((~coins).sum())) < LEAST_SCORES:
         return 0.0
@@ -167,5 +164,5 @@ def _independent(
     return family.epsilon(family.noise_multiplier(*found.upper(confidence), near=noise_multiplier), delta)
 
 
-def _gauss(scores: Floats, coins: Coins, delta: float, confidence: float, trace: Trace) -> float:
+def _gauss(scores: Floats, coins: Booleans, delta: float, confidence: float, trace: CanaryTrace) -> float:
     return gauss_epsilon(gauss_kappa(scores[coins], scores[~coins], trace, confidence), trace.steps, delta)

@@ -16,7 +16,7 @@ class Places(Protocol):
     def places(self) -> list[int]: ...
 
 
-class Release(Protocol):
+class NoisyRelease(Protocol):
     """From sums, their standard deviations and their places in the stream of the noise to what is released of them."""
 
     def __call__(
@@ -30,7 +30,7 @@ def released_sums(
     sums: Sequence[Tensor],
     stddevs: Sequence[float],
     statistic: Tensor | None,
-    release: Release,
+    release: NoisyRelease,
 ) -> list[Tensor]:
     """The release of every sum over the ranks. Noise is added to those that have arrived while others are on their way.
     The `statistic` is replaced by its sum over the ranks on the same occasion. Sums of shards are totals already."""
