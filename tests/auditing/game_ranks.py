@@ -13,7 +13,7 @@ import torch.distributed as dist
 from test_step_game import COMBINATIONS, GAMES, SURE, seeded
 
 from clipless.auditing import StepGame, judge_step, play
-from clipless.distributed import Ranks
+from clipless.distributed import Arrived, Ranks
 
 ADD_UP = Ranks.add_up
 
@@ -32,10 +32,10 @@ def judged(name: str, noise: str) -> dict[str, Any]:
     }
 
 
-def add_up_twice(self: Ranks, tensors: list[torch.Tensor]) -> None:
+def add_up_twice(self: Ranks, tensors: list[torch.Tensor], *arrived: Arrived) -> None:
     for tensor in tensors:
         tensor.mul_(2)
-    ADD_UP(self, tensors)
+    ADD_UP(self, tensors, *arrived)
 
 
 def main(folder: Path) -> None:
