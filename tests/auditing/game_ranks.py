@@ -13,7 +13,8 @@ import torch.distributed as dist
 from test_step_game import COMBINATIONS, GAMES, SURE, seeded
 
 from clipless.auditing import StepGame, judge_step, play
-from clipless.distributed import Arrived, Ranks
+from clipless.distributed import Ranks
+from clipless.distributed.ranks import Arrived
 
 ADD_UP = Ranks.add_up
 
