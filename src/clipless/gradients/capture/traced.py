@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.capture.attention import multi_head_attention
-from clipless.gradients.capture.crossing import PLAIN, RECORDS, TRACED, Crossing, Root
+from clipless.gradients.capture.crossing import PLAIN, RECORDS, TRACED, Crossing
+from clipless.gradients.capture.roots import Root
 from clipless.gradients.capture.rows import Located
 from clipless.gradients.capture.writes import WRITES
 from clipless.gradients.trees import Dims, Shapes, differentiable

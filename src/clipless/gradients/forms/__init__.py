@@ -19,6 +19,7 @@ from clipless.gradients.forms.rearranged import Rearranged
 from clipless.gradients.forms.routed import Routed, by_record
 from clipless.gradients.forms.scattered import Scattered
 from clipless.gradients.forms.stacked import Stacked, transposed
+from clipless.gradients.forms.standardised import Products, Scales, Standardisation, Standardised, scaled_rows
 from clipless.gradients.forms.tied import Tied
 from clipless.native.rows import widest
 
@@ -29,10 +30,14 @@ __all__ = [
     "Instantiated",
     "NoChoice",
     "OuterProducts",
+    "Products",
     "Rearranged",
     "Routed",
+    "Scales",
     "Scattered",
     "Stacked",
+    "Standardisation",
+    "Standardised",
     "Tied",
     "add_all",
     "by_record",
@@ -41,6 +46,7 @@ __all__ = [
     "kept",
     "product_methods",
     "scaled",
+    "scaled_rows",
     "sq_norm",
     "sq_norms_of",
     "transposed",
