@@ -16,13 +16,10 @@ from clipless.gradients.forms import (
     Stacked,
     Standardisation,
     Standardised,
-    scaled_rows,
+    can_be_scaled,
     transposed,
 )
 from clipless.gradients.layers.rule import at_least_float32
-
-# Rows whose scales differ by more than this are not standardised in closed form: the smallest would lose their digits.
-SCALES = 1e4
 
 
 @dataclass(frozen=True)
@@ -86,19 +83,16 @@ def _standardised(tensor: FromParameters, form: Form) -> list[tuple[str, Form]] 
     if found is None:
         return None
     whole, how, weight, edge = found
-    sizes = how.scale.abs()
-    if not bool(sizes.min() * SCALES > sizes.max()):
+    names = {id(root.value): root for root in tensor.roots}
+    if id(whole) not in names or not can_be_scaled(form):
         return None
-    scaled, names = scaled_rows(form, how.scale), {id(root.value): root for root in tensor.roots}
-    if scaled is None or id(whole) not in names:
-        return None
-    rows = Standardised(scaled, how, Products())
-    forms: list[tuple[str, Form]] = [(names.pop(id(whole)).name, rows)]
-    if len(names) > 1 or (names and edge is None):
+    products = Products(form, how.direction)
+    forms: list[tuple[str, Form]] = [(names.pop(id(whole)).name, Standardised(form, how, products))]
+    if len(names) > 1 or (names and edge is None) or (edge is not None and not names):
         return None  # the scales were computed from several parameters, or V and the scales from one
     if edge is not None:
         (gain,) = names.values()
-        forms.append((gain.name, Scales(rows, weight, partial(_pulled, edge, gain.value))))
+        forms.append((gain.name, Scales(products, weight, len(form), partial(_pulled, edge, gain.value))))
     return forms
 
 
@@ -109,7 +103,7 @@ class Scaling(NamedTuple):
     shape: torch.Size
 
 
-Found = tuple[Tensor, Standardisation, Tensor, Scaling | None]
+Found = tuple[Tensor, Standardisation, float, Scaling | None]
 
 
 def _pulled(scaling: Scaling, root: Tensor, grads: Tensor) -> Tensor:
@@ -136,7 +130,7 @@ def _batch_norm(tensor: FromParameters) -> Found | None:
     direction = ((rows - mean.unsqueeze(1)) * (rate / size**0.5).unsqueeze(1)).view(whole.shape)
     factor = rate if scale is None else rate * scale.detach()
     how, edge = Standardisation(direction, factor, centred=True), node.next_functions[1]
-    return whole, how, size**0.5 / factor, None if edge[0] is None else Scaling(GradientEdge(*edge), factor.shape)
+    return whole, how, size**0.5, None if edge[0] is None else Scaling(GradientEdge(*edge), factor.shape)
 
 
 def _weight_norm(tensor: FromParameters) -> Found | None:
@@ -151,7 +145,7 @@ def _weight_norm(tensor: FromParameters) -> Found | None:
     direction = whole.detach() / lengths.view(-1, *[1] * (whole.dim() - 1))
     how = Standardisation(direction, scale / lengths, centred=False)
     shape = node._saved_g.shape
-    return whole, how, lengths / scale, None if edge[0] is None else Scaling(GradientEdge(*edge), shape)
+    return whole, how, 1.0, None if edge[0] is None else Scaling(GradientEdge(*edge), shape)
 
 
 def _leaf(node: Any) -> Tensor | None:

@@ -19,7 +19,7 @@ from clipless.gradients.forms.rearranged import Rearranged
 from clipless.gradients.forms.routed import Routed, by_record
 from clipless.gradients.forms.scattered import Scattered
 from clipless.gradients.forms.stacked import Stacked, transposed
-from clipless.gradients.forms.standardised import Products, Scales, Standardisation, Standardised, scaled_rows
+from clipless.gradients.forms.standardised import Products, Scales, Standardisation, Standardised, can_be_scaled
 from clipless.gradients.forms.tied import Tied
 from clipless.native.rows import widest
 
@@ -41,12 +41,12 @@ __all__ = [
     "Tied",
     "add_all",
     "by_record",
+    "can_be_scaled",
     "can_wait",
     "combine",
     "kept",
     "product_methods",
     "scaled",
-    "scaled_rows",
     "sq_norm",
     "sq_norms_of",
     "transposed",

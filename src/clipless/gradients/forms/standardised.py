@@ -8,7 +8,7 @@ nothing has to be written out. Index legend: b record, t position, o row, n colu
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,89 +39,104 @@ class Standardisation:
 
 
 class Products:
-    """The products u·c·h [b,o] of every record, once they are known: the form that needs them first computes them."""
+    """The products u·h of every row and record, [b,o], computed when they are first needed; then `form` is dropped."""
 
-    value: Tensor | None = None
+    def __init__(self, form: Form | None, direction: Tensor) -> None:
+        self._form, self._direction = form, direction
+
+    @cached_property
+    def value(self) -> Tensor:
+        assert self._form is not None
+        value, self._form = self.of(self._form), None
+        return value
+
+    def of(self, form: Form) -> Tensor:
+        """The products with the gradients h in this form."""
+        matrix, u = _as_matrix(form, self._direction)
+        if isinstance(matrix, OuterProducts):
+            return torch.linalg.vecdot(matrix.grads.mT, (matrix.acts @ u.to(matrix.acts.dtype).mT).mT)
+        return _along(matrix.per_record().flatten(2), u)
+
+    def learn(self, form: Form) -> None:
+        """Compute them now, from another form of the same gradients."""
+        self._form = form if self._form is not None else None
 
 
 class Standardised:
-    """The form of V, from the `scaled` form of c·h."""
+    """The form of V, from the form of h (`raw`), or of c·h (`scaled`) once the products are known."""
 
-    def __init__(self, scaled: Form, how: Standardisation, products: Products) -> None:
-        self.scaled, self.how, self.products = scaled, how, products
+    def __init__(self, raw: Form | None, how: Standardisation, products: Products, scaled: Form | None = None) -> None:
+        self._raw, self._how, self._products, self._known = raw, how, products, scaled
 
     def __len__(self) -> int:
-        return len(self.scaled)
+        form = self._known if self._raw is None else self._raw
+        assert form is not None
+        return len(form)
+
+    @property
+    def _scaled(self) -> Form:
+        if self._known is None:
+            assert self._raw is not None
+            self._products.value  # noqa: B018
+            self._known, self._raw = scaled_rows(self._raw, self._how.scale), None
+        assert self._known is not None
+        return self._known
 
     @cached_property
     def sq_norms(self) -> Tensor:
-        whole, along, sums = self.scaled.sq_norms, self.along, self._sums()
-        wide, u = whole.dtype, self.how.direction.flatten(1)
-        lost = (2 - u.to(wide).square().sum(1)) * along.to(wide).square()
+        whole, sums = self._scaled.sq_norms, self._sums()
+        wide, u = whole.dtype, self._how.direction.flatten(1)
+        along = self._products.value.to(wide) * self._how.scale.to(wide)
+        lost = (2 - u.to(wide).square().sum(1)) * along.square()
         if sums is not None:
             lost = lost + sums.to(wide).square() / u.shape[1]
         return never_too_small(whole - lost.sum(1), whole.sqrt(), u.dtype, self._exact)
 
-    @property
-    def along(self) -> Tensor:
-        """u·c·h of every row, [b,o]."""
-        if self.products.value is None:
-            self.products.value = self._products()
-        return self.products.value
-
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
         sums = torch.empty_like(total)
-        self.scaled.add_to(sums, factors, beta=0)
-        ours = self.how.applied(sums)
+        self._scaled.add_to(sums, factors, beta=0)
+        ours = self._how.applied(sums)
         total.mul_(beta).add_(ours) if beta else total.copy_(ours)
 
     def per_record(self) -> Tensor:
-        return self.how.applied(self.scaled.per_record())
+        return self._how.applied(self._scaled.per_record())
 
     def keep(self, mask: Tensor) -> "Standardised":
-        return Standardised(self.scaled.keep(mask), self.how, Products())
+        return Standardised(None, self._how, self._products, self._scaled.keep(mask))
 
     def rows(self, some: slice) -> "Standardised":
-        return Standardised(self.scaled.rows(some), self.how, Products())
+        if self._raw is None:
+            return Standardised(None, self._how, self._products, self._scaled.rows(some))
+        few = self._raw.rows(some)
+        return Standardised(few, self._how, Products(few, self._how.direction))
 
     def methods(self) -> Mapping[str, Cost]:
-        return self.scaled.methods()
+        return {} if self._raw is None else self._raw.methods()
 
     def by(self, method: str) -> "Standardised":
-        return Standardised(self.scaled.by(method), self.how, self.products)
-
-    def _products(self) -> Tensor:
-        form, u = self._as_matrix()
-        if isinstance(form, OuterProducts):
-            return torch.linalg.vecdot(form.grads.mT, (form.acts @ u.to(form.acts.dtype).mT).mT)
-        return _along(form.per_record().flatten(2), u)
+        assert self._raw is not None
+        form = self._raw.by(method)
+        self._products.learn(form)
+        return Standardised(form, self._how, self._products)
 
     def _sums(self) -> Tensor | None:
         """The sum of c·h over every row, [b,o]; None if it is not needed."""
-        if not self.how.centred:
+        if not self._how.centred:
             return None
-        form, _ = self._as_matrix()
+        form, _ = _as_matrix(self._scaled, self._how.direction)
         if isinstance(form, OuterProducts):
             return (form.grads.mT @ form.acts.sum(2).unsqueeze(2)).squeeze(2)
         return form.per_record().flatten(2).sum(2)
-
-    def _as_matrix(self) -> tuple[Form, Tensor]:
-        """The form as one of a matrix, and the direction in the same order, [o,n]."""
-        form, u = self.scaled, self.how.direction
-        if isinstance(form, Rearranged):
-            inverse = [form.order.index(k) for k in range(len(form.order))]
-            return form.matrix, u.permute(inverse).flatten(1)
-        return form, u.flatten(1)
 
     def _exact(self, which: Tensor) -> Tensor:
         """Squared norms of some records, from their gradients in float64, one record at a time."""
         wide = widest(which.device)
         found = [self._wide(record).to(wide) for record in which.nonzero().flatten().tolist()]
-        return torch.cat([sq_norm(self.how.applied(row)) for row in found])
+        return torch.cat([sq_norm(self._how.applied(row)) for row in found])
 
     def _wide(self, record: int) -> Tensor:
         """c·h of one record, computed from what the sum is computed from."""
-        wide, one = widest(self.how.direction.device), self.scaled.rows(slice(record, record + 1))
+        wide, one = widest(self._how.direction.device), self._scaled.rows(slice(record, record + 1))
         matrix = one.matrix if isinstance(one, Rearranged) else one
         if not isinstance(matrix, OuterProducts):
             return one.per_record()
@@ -130,18 +145,17 @@ class Standardised:
 
 
 class Scales(NoChoice):
-    """The form of what the scales of the rows were computed from: `pulled` of the scales' gradients weight·(u·c·h), [b,o],
-    from the products of the rows' own form."""
+    """The form of what the scales of the rows were computed from: `pulled` of the gradients weight·(u·h) of the scales."""
 
-    def __init__(self, rows: Standardised, weight: Tensor, pulled: Callable[[Tensor], Tensor]) -> None:
-        self._rows, self._weight, self._pulled = rows, weight, pulled
+    def __init__(self, products: Products, weight: float, records: int, pulled: Callable[[Tensor], Tensor]) -> None:
+        self._products, self._weight, self._records, self._pulled = products, weight, records, pulled
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._records
 
     @cached_property
     def _written(self) -> Instantiated:
-        return Instantiated(self._pulled(self._rows.along * self._weight))
+        return Instantiated(self._pulled(self._products.value * self._weight))
 
     @property
     def sq_norms(self) -> Tensor:
@@ -160,16 +174,38 @@ class Scales(NoChoice):
         return self._written.rows(some)
 
 
+def _as_matrix(form: Form, direction: Tensor) -> tuple[Form, Tensor]:
+    """The form as one of a matrix, and the direction in the same order, [o,n]."""
+    if isinstance(form, Rearranged):
+        inverse = [form.order.index(k) for k in range(len(form.order))]
+        return form.matrix, direction.permute(inverse).flatten(1)
+    return form, direction.flatten(1)
+
+
 def _along(rows: Tensor, u: Tensor) -> Tensor:
     """The products of the rows [b,o,n] with those of u [o,n], [b,o]."""
     return torch.bmm(rows.transpose(0, 1), u.unsqueeze(2)).squeeze(2).mT
 
 
-def scaled_rows(form: Any, scale: Tensor) -> Form | None:
-    """The form of c·h for h in this form; None if that is not known for its kind."""
+class RowScaled(Protocol):
+    """A form of another kind whose rows can be scaled."""
+
+    def scaled_rows(self, scale: Tensor) -> Form:
+        """The form of c·h."""
+
+
+def can_be_scaled(form: Any) -> bool:
+    """Whether `scaled_rows` knows the form."""
+    return isinstance(form, OuterProducts | Instantiated) or callable(getattr(form, "scaled_rows", None))
+
+
+def scaled_rows(form: Any, scale: Tensor) -> Form:
+    """The form of c·h for h in this form."""
     if isinstance(form, OuterProducts):
         return OuterProducts(form.acts, form.grads * scale.to(form.grads.dtype))
     if isinstance(form, Instantiated):
         return Instantiated(form.grads * scale.view(-1, *[1] * (form.grads.dim() - 2)).to(form.grads.dtype))
-    known = getattr(form, "scaled_rows", None)
-    return None if known is None else known(scale)
+    if isinstance(form, Rearranged):
+        return Rearranged(scaled_rows(form.matrix, scale), form.shape, form.order)
+    known: RowScaled = form
+    return known.scaled_rows(scale)
