@@ -47,10 +47,18 @@ class Products:
     @cached_property
     def value(self) -> Tensor:
         assert self._form is not None
-        value, self._form = self.of(self._form), None
+        value, self._form = self._of(self._form), None
         return value
 
-    def of(self, form: Form) -> Tensor:
+    def weighted(self, factors: Tensor) -> Tensor:
+        """The sum of every record's products times its factor, [o]; from the sum of h if they are not known yet."""
+        if self._form is None:
+            return factors.to(self.value.dtype) @ self.value
+        sums = torch.empty(self._direction.shape, dtype=self._direction.dtype, device=self._direction.device)
+        self._form.add_to(sums, factors, beta=0)
+        return torch.linalg.vecdot(sums.flatten(1), self._direction.flatten(1))
+
+    def _of(self, form: Form) -> Tensor:
         """The products with the gradients h in this form."""
         matrix, u = _as_matrix(form, self._direction)
         if isinstance(matrix, OuterProducts):
@@ -94,7 +102,11 @@ class Standardised:
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
         sums = torch.empty_like(total)
-        self._scaled.add_to(sums, factors, beta=0)
+        if self._raw is None:
+            self._scaled.add_to(sums, factors, beta=0)
+        else:
+            self._raw.add_to(sums, factors, beta=0)
+            sums *= self._how.scale.to(sums.dtype).view(-1, *[1] * (sums.dim() - 1))
         ours = self._how.applied(sums)
         total.mul_(beta).add_(ours) if beta else total.copy_(ours)
 
@@ -162,7 +174,8 @@ class Scales(NoChoice):
         return self._written.sq_norms
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
-        self._written.add_to(total, factors, beta)
+        ours = self._pulled(self._products.weighted(factors).unsqueeze(0) * self._weight)[0].to(total.dtype)
+        total.mul_(beta).add_(ours) if beta else total.copy_(ours)
 
     def per_record(self) -> Tensor:
         return self._written.grads
