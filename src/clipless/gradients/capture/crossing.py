@@ -53,6 +53,7 @@ class Crossing:
         self.func, self.spec, self.traced, self.out_dims = func, spec, traced, out_dims
         self.owner = traced[0].roots[0].owner
         self.tensors = tuple(tensors)
+        self._versions = [tensor.value._version for tensor in traced]
         self._leaves, self._tensor_dims = leaves, list(dims)
 
     def settle(self, dims: Dims) -> None:
@@ -62,6 +63,8 @@ class Crossing:
         self, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], records: int
     ) -> list[tuple[str, Form | Routed]]:
         """The per-sample gradients of every parameter that the traced tensors come from."""
+        if self._versions != [tensor.value._version for tensor in self.traced]:
+            raise messages.in_place(self.owner, "of a tensor that was used before")
         grads = tuple(at_least_float32(g.movedim(dim or 0, 0)) for g, dim in zip(grads, self.out_dims, strict=True))
         floats = [at_least_float32(t) if t.is_floating_point() else t for t in tensors]
         if self.func in EXPERTS:

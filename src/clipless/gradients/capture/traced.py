@@ -57,6 +57,8 @@ class Traced(Tensor):
             return multi_head_attention(*args, **kwargs)
         if func in _CASTS and isinstance(args[0], Traced):
             args, kwargs = _cast(args, kwargs)
+        if func in _REPEATS and isinstance(args[0], Traced):
+            return _repeat(*args, **kwargs)
         if torch.is_grad_enabled() and _in_place(func, kwargs):
             return _write(func, args, kwargs)
         return _operation(func, args, kwargs)
@@ -82,6 +84,21 @@ def _cast(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return (args[0], looks[0].device, looks[0].dtype, *rest), kwargs
 
 
+_REPEATS = {Tensor.repeat, Tensor.tile, torch.tile}
+
+
+def _repeat(tensor: Tensor, *sizes: Any, **named: Any) -> Tensor:
+    """`repeat` or `tile`, with the first repetition as an expansion along a dimension of its own, which may be that of the
+    records: so every row has a record, and not a part of each."""
+    (given,) = named.values() if named else (sizes,)
+    counts = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
+    counts = [1] * (tensor.dim() - len(counts)) + counts
+    whole = tensor.reshape(*[1] * (len(counts) - tensor.dim()), *tensor.shape)
+    for dim, count in enumerate(counts[1:], start=1):
+        whole = torch.cat([whole] * count, dim) if count != 1 else whole
+    return whole.unsqueeze(0).expand(counts[0], *whole.shape).flatten(0, 1) if counts else whole
+
+
 def _in_place(func: Function, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
@@ -96,6 +113,9 @@ def _write(func: Function, args: Any, kwargs: Any) -> Any:
     traced = next(leaf for leaf in leaves if isinstance(leaf, Traced))
     owner, target = traced.roots[0].owner, args[0]
     learns = isinstance(target, Traced) or not isinstance(target, Tensor) or target.is_floating_point()
+    plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Traced)]
+    if isinstance(target, Traced) and all(leaf.dim() == 0 and not leaf.requires_grad for leaf in plain):
+        return _changed(func, target, leaves, spec)
     if learns and func in WRITES and not isinstance(target, Traced):
         (dim,), *_ = traced.operations.locate(owner, [target], [target])
         if dim is not None:
@@ -104,6 +124,16 @@ def _write(func: Function, args: Any, kwargs: Any) -> Any:
         traced.operations.give_up(owner, getattr(func, "__name__", ""))
     with torch._C.DisableTorchFunctionSubclass():
         return _run(func, [leaf.value.detach().clone() if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
+
+
+def _changed(func: Function, target: Traced, leaves: list[Any], spec: pytree.TreeSpec) -> Traced:
+    """Change a traced tensor in place by numbers and traced tensors. Autograd follows that in all views of its memory, and
+    refuses it for a parameter itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _run(func, [leaf.value if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
+    roots = [r for leaf in leaves if isinstance(leaf, Traced) for r in leaf.roots]
+    target.roots = tuple({id(r): r for r in roots}.values())
+    return target
 
 
 def _operation(func: Function, args: Any, kwargs: Any) -> Any:
