@@ -88,15 +88,17 @@ _REPEATS = {Tensor.repeat, Tensor.tile, torch.tile}
 
 
 def _repeat(tensor: Tensor, *sizes: Any, **named: Any) -> Tensor:
-    """`repeat` or `tile`, with the first repetition as an expansion along a dimension of its own, which may be that of the
+    """`repeat` or `tile`, with each repetition as an expansion along a dimension of its own, which may be that of the
     records: so every row has a record, and not a part of each."""
     (given,) = named.values() if named else (sizes,)
     counts = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
     counts = [1] * (tensor.dim() - len(counts)) + counts
     whole = tensor.reshape(*[1] * (len(counts) - tensor.dim()), *tensor.shape)
-    for dim, count in enumerate(counts[1:], start=1):
-        whole = torch.cat([whole] * count, dim) if count != 1 else whole
-    return whole.unsqueeze(0).expand(counts[0], *whole.shape).flatten(0, 1) if counts else whole
+    for dim, count in enumerate(counts):
+        if count != 1:
+            before, after = whole.shape[:dim], whole.shape[dim:]
+            whole = whole.unsqueeze(dim).expand(*before, count, *after).flatten(dim, dim + 1)
+    return whole
 
 
 def _in_place(func: Function, kwargs: Any) -> bool:
