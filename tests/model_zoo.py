@@ -82,6 +82,8 @@ OWN: dict[str, dict[str, Any]] = {
     "donut-swin": {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "patch_size": 4},
     "maskformer-swin": {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "patch_size": 4},
     "swin2sr": {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "patch_size": 1},
+    "deberta": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "pooler_hidden_size": 16},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "pooler_hidden_size": 16},
     "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
     "mobilevit": {
         "conv_kernel_size": 3,

@@ -106,6 +106,10 @@ class Probe:
             with random_state_kept(module), unseen_by_checkpoints(), TransformsSeen(self._transformed):
                 output = module(*inputs[0], **inputs[1])
             self._find_strays(output)
+        except RuntimeError as trouble:
+            if "saved tensor hooks" in str(trouble):  # torch.func.grad and the like do not run under any
+                raise messages.transformed(self._frames[-1].layer.name if self._frames else "(model)") from trouble
+            raise
         finally:
             hooks.listener = listener
             while self._frames:

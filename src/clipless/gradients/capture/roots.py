@@ -92,6 +92,8 @@ def _standardised(tensor: FromParameters, form: Form) -> list[tuple[str, Form]] 
         return None  # the scales were computed from several parameters, or V and the scales from one
     if edge is not None:
         (gain,) = names.values()
+        if _leaves(edge.edge.node) != {id(gain.value)}:
+            return None  # V enters the scales too
         forms.append((gain.name, Scales(products, weight, len(form), partial(_pulled, edge, gain.value))))
     return forms
 
@@ -146,6 +148,14 @@ def _weight_norm(tensor: FromParameters) -> Found | None:
     how = Standardisation(direction, scale / lengths, centred=False)
     shape = node._saved_g.shape
     return whole, how, 1.0, None if edge[0] is None else Scaling(GradientEdge(*edge), shape)
+
+
+def _leaves(node: Any) -> set[int]:
+    """The parameters that a node of autograd's graph was computed from."""
+    if node is None:
+        return set()
+    leaf = _leaf(node)
+    return {id(leaf)} if leaf is not None else {found for before, _ in node.next_functions for found in _leaves(before)}
 
 
 def _leaf(node: Any) -> Tensor | None:
