@@ -131,6 +131,7 @@ REPEATS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "repeat": lambda table, records: table.repeat(records, 1, 1),
     "repeat a tuple": lambda table, records: table.repeat((records, 1, 1)),
     "tile": lambda table, records: torch.tile(table, (records, 1, 1)),
+    "one row": lambda table, records: table.flatten().unsqueeze(0).repeat(records, 1).view(records * 2, 5, 3),
     "more dimensions": lambda table, records: table.repeat(records, 1, 1, 1).flatten(0, 1),
     "in another dimension": lambda table, records: table.transpose(0, 1).repeat(1, records, 1).transpose(0, 1),
 }

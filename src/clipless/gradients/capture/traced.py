@@ -98,7 +98,7 @@ def _repeat(tensor: Tensor, *sizes: Any, **named: Any) -> Tensor:
         if count != 1:
             before, after = whole.shape[:dim], whole.shape[dim:]
             whole = whole.unsqueeze(dim).expand(*before, count, *after).flatten(dim, dim + 1)
-    return whole
+    return whole.contiguous()
 
 
 def _in_place(func: Function, kwargs: Any) -> bool:
