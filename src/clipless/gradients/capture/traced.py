@@ -94,10 +94,9 @@ def _repeat(tensor: Tensor, *sizes: Any, **named: Any) -> Tensor:
     counts = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
     counts = [1] * (tensor.dim() - len(counts)) + counts
     whole = tensor.reshape(*[1] * (len(counts) - tensor.dim()), *tensor.shape)
-    for dim, count in enumerate(counts):
-        if count != 1:
-            before, after = whole.shape[:dim], whole.shape[dim:]
-            whole = whole.unsqueeze(dim).expand(*before, count, *after).flatten(dim, dim + 1)
+    for dim, count in enumerate(counts):  # also by 1, which may be the number of records
+        before, after = whole.shape[:dim], whole.shape[dim:]
+        whole = whole.unsqueeze(dim).expand(*before, count, *after).flatten(dim, dim + 1)
     return whole.contiguous()
 
 
@@ -146,6 +145,8 @@ def _operation(func: Function, args: Any, kwargs: Any) -> Any:
     plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Traced)]
     sizes = [leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)]
     owner = traced[0].roots[0].owner
+    if not plain and not sizes and torch.is_grad_enabled():
+        return _of_parameters(func, leaves, spec, traced)
     with torch._C.DisableTorchFunctionSubclass():
         result = _run(func, [leaf.value.detach() if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
         outputs = differentiable(result)
@@ -161,6 +162,13 @@ def _operation(func: Function, args: Any, kwargs: Any) -> Any:
             crossing = Crossing(func, marked, spec, list(traced), kept, dims[: len(plain)], out_dims)
             crossing.rows = rows
             return _replaced(result, lambda outs: operations.tap(crossing, outs))
+    return _of_parameters(func, leaves, spec, traced)
+
+
+def _of_parameters(func: Function, leaves: list[Any], spec: pytree.TreeSpec, traced: list[Traced]) -> Any:
+    """The results of an operation that meets no records, traced."""
+    operations = traced[0].operations
+    with torch._C.DisableTorchFunctionSubclass():
         result = _run(func, [leaf.value if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
         if not any(output.requires_grad for output in differentiable(result)):
             return result
