@@ -209,7 +209,8 @@ def page() -> str:
             "  Such models take one more backward pass per step for up to 32 records, two for up to 1,024; give",
             "  `private.backward` one loss per record.",
             "- **by operation**: a parameter that is in no known layer is followed to the operations in which it meets the",
-            "  records, and these are differentiated record by record.",
+            "  records, and these are differentiated record by record; products and convolutions by their layers' rules, also",
+            "  with weights that are standardised or normalised first, which costs no gradients per record.",
             f"- **generic**: the module is run again, one record at a time. {note(generic)}",
             "",
             *table(("Model", "Parameters and how they are handled"), fallbacks()),
@@ -298,9 +299,18 @@ def zoo() -> list[str]:
         "",
         *table(("Family", *(kind.capitalize() for kind in VERDICTS)), rows),
         "",
-        *table(("What is not exact", "Models"), [(why, ", ".join(names)) for why, names in reasons.items()]),
+        *table(
+            ("What is not exact", "Models", "Because"),
+            [(why, ", ".join(names), justified(names)) for why, names in reasons.items()],
+        ),
         "",
     ]
+
+
+def justified(names: list[str]) -> str:
+    """Why models of these names stay refused."""
+    found = {why for name in names for begin, why in JUSTIFIED.items() if name.startswith(f"`{begin}")}
+    return "; ".join(sorted(found))
 
 
 def built(make: Callable[[], nn.Module]) -> nn.Module:
