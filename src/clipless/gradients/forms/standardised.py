@@ -53,7 +53,7 @@ class Products:
     def weighted(self, factors: Tensor) -> Tensor:
         """The sum of every record's products times its factor, [o]; from the sum of h if they are not known yet."""
         if self._form is None:
-            return factors.to(self.value.dtype) @ self.value
+            return _product(factors.to(self.value.dtype).unsqueeze(0), self.value).squeeze(0)
         sums = torch.empty(self._direction.shape, dtype=self._direction.dtype, device=self._direction.device)
         self._form.add_to(sums, factors, beta=0)
         return torch.linalg.vecdot(sums.flatten(1), self._direction.flatten(1))
@@ -62,7 +62,7 @@ class Products:
         """The products with the gradients h in this form."""
         matrix, u = _as_matrix(form, self._direction)
         if isinstance(matrix, OuterProducts):
-            return torch.linalg.vecdot(matrix.grads.mT, (matrix.acts @ u.to(matrix.acts.dtype).mT).mT)
+            return torch.linalg.vecdot(matrix.grads.mT, _product(matrix.acts, u.to(matrix.acts.dtype).mT).mT)
         return _along(matrix.per_record().flatten(2), u)
 
     def learn(self, form: Form) -> None:
@@ -137,7 +137,7 @@ class Standardised:
             return None
         form, _ = _as_matrix(self._scaled, self._how.direction)
         if isinstance(form, OuterProducts):
-            return (form.grads.mT @ form.acts.sum(2).unsqueeze(2)).squeeze(2)
+            return _product(form.grads.mT, form.acts.sum(2).unsqueeze(2)).squeeze(2)
         return form.per_record().flatten(2).sum(2)
 
     def _exact(self, which: Tensor) -> Tensor:
@@ -195,9 +195,15 @@ def _as_matrix(form: Form, direction: Tensor) -> tuple[Form, Tensor]:
     return form, direction.flatten(1)
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """The matrix product in the tensors' own type, under autocast as well."""
+    with torch.autocast(left.device.type, enabled=False):
+        return left @ right
+
+
 def _along(rows: Tensor, u: Tensor) -> Tensor:
     """The products of the rows [b,o,n] with those of u [o,n], [b,o]."""
-    return torch.bmm(rows.transpose(0, 1), u.unsqueeze(2)).squeeze(2).mT
+    return _product(rows.transpose(0, 1), u.unsqueeze(2)).squeeze(2).mT
 
 
 class RowScaled(Protocol):
