@@ -12,12 +12,11 @@ from torch.utils import _pytree as pytree
 from clipless.gradients.capture import messages
 from clipless.gradients.capture.known_operations import EXPERTS, QUICK, experts
 from clipless.gradients.capture.roots import FromParameters, to_roots
+from clipless.gradients.capture.writes import Function
 from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.forms import Form, Instantiated, Routed, by_record
 from clipless.gradients.layers.rule import at_least_float32
 from clipless.gradients.trees import Dims, differentiable
-
-Function = Callable[..., Any]
 
 # By how much the sum of the rows' gradients may differ from the gradient of the whole, relative to their norms.
 ROWS_TOLERANCE = 1e-3

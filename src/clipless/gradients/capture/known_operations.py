@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from clipless.gradients.capture.roots import FromParameters
+from clipless.gradients.capture.writes import Function
 from clipless.gradients.forms import Form, Instantiated, OuterProducts, Routed, Scattered, Stacked, by_record
 from clipless.gradients.layers.conv import Convolution, Correlation, spread_padding
 from clipless.gradients.layers.linear import positions
 from clipless.gradients.trees import Dims
-
-Function = Callable[..., Any]
 
 
 class Operation(Protocol):
