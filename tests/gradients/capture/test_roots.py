@@ -147,6 +147,8 @@ def test_a_table_repeated_for_every_record(how: Callable[[Tensor, int], Tensor])
         fast, slow = (which.clipped_sum(model, losses, batch) for which in (clipless, oracle))
         assert relative_error(fast, slow) < 1e-10
         assert self_checked(model, losses, batch, records, per_record=True)
+    batch = torch.randn(4, 3, dtype=torch.float64), torch.arange(4) % 3
+    assert {row.how for row in clipless.check(model, losses, batch).handling} == {"by operation", "linear"}
 
 
 class Changed(nn.Module):
