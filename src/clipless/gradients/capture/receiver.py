@@ -195,7 +195,9 @@ class Receiver:
         """The open micro-batch; raises if the gradient comes from another one."""
         if torch.is_grad_enabled():
             raise Misuse(
-                "backward(create_graph=True) is not supported: gradients of gradients have no bound per record."
+                "backward(create_graph=True) is not supported: gradients of gradients, also inside the model (forces, "
+                "gradient penalties), reach the parameters past the taps and have no bound per record. Leave such terms "
+                "out of model and loss."
             )
         micro, arrivals = self.micro, self._arrivals
         if micro is None or tap.micro is not micro or micro.done:

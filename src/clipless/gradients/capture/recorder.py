@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import maybe_current_level
 
 from clipless.gradients.capture import messages
 from clipless.gradients.capture.calls import Call
@@ -204,6 +205,8 @@ class Recorder:
     def _arm(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Freeze the module's parameters, or replace them by traced tensors."""
         layer, micro = frame.layer, self._receiver.micro
+        if maybe_current_level() is not None:
+            raise messages.transformed(layer.name)
         records, pattern = 0 if micro is None else micro.records, self._current.pattern
         if layer.sharded and any(hasattr(parameter, "device_mesh") for parameter in layer.live):
             raise messages.still_divided(layer.name)
