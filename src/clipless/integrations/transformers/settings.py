@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers.trainer_utils import HubStrategy
-from transformers.training_args import TrainingArguments
+from transformers.training_args import OptimizerNames, TrainingArguments
 
 from clipless.errors import InvalidArgument
 
@@ -48,7 +48,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("parallelism_config", lambda args: args.parallelism_config is not None, _NO_WRAPPER),
     (
         "optim",
-        lambda args: "lomo" in str(args.optim) or "layerwise" in str(args.optim),
+        lambda args: any(kind in str(OptimizerNames(args.optim).value) for kind in ("lomo", "layerwise")),
         "it steps inside the backward pass, before there is noise: choose another, such as adamw_torch",
     ),
     (

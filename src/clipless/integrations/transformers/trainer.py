@@ -1,5 +1,6 @@
 """PrivateTrainer: a `transformers.Trainer` whose training is one private run."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -59,6 +60,8 @@ class PrivateTrainer(Trainer):
         self._turns: Turns | None = None
         self._records: DataLoader[Any] | None = None
         super().__init__(*args, **more)
+        if self.eval_dataset is not None and self.eval_dataset is self.train_dataset:
+            warnings.warn("eval_dataset is train_dataset: metrics on training records are not private.", stacklevel=2)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse settings that break the promise, before anything is built from them."""
@@ -163,6 +166,7 @@ class PrivateTrainer(Trainer):
         self._load_optimizer_and_scheduler(checkpoint)
         private.load_checkpoint(saved)
         if private.steps_taken != self.state.global_step:
+            private.detach()
             raise Misuse(
                 f"{checkpoint} is put together from different steps of the run: use another checkpoint, as it is."
             )
