@@ -82,6 +82,12 @@ def test_privacy_is_a_record_of_it(tmp_path: Path) -> None:
         PrivateTrainer(PROBLEM.make(), hf.arguments(tmp_path))  # type: ignore[call-arg]
 
 
+def test_a_trainer_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Trainer, "_get_grad_norm")
+    with pytest.raises(ImportError, match=r"transformers 5\.22"):
+        make(tmp_path)
+
+
 def mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     return nn.functional.cross_entropy(outputs.logits, labels)
 

@@ -12,7 +12,7 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from clipless import defaults
-from clipless.errors import InvalidArgument, InvalidType, Misuse
+from clipless.errors import InvalidArgument, InvalidType, MissingLibrary, Misuse
 from clipless.gradients import Kernels
 from clipless.integrations.transformers.losses import REMEDY, decoder_inputs, record_losses, split_labels
 from clipless.integrations.transformers.own_loss import refuse_other_loss
@@ -23,6 +23,19 @@ from clipless.private import Private, make_private
 from clipless.sampling.fetching import source_of
 
 LEDGER, CHECKPOINT = "ledger.jsonl", "clipless.checkpoint"
+# Overridden below. In a Trainer that does without one of them, what it is overridden for would not happen.
+_RELIED_ON = (
+    "create_accelerator_and_postprocess",
+    "_prepare_for_training",
+    "training_step",
+    "_get_num_items_in_batch",
+    "floating_point_ops",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "log",
+    "_save_optimizer_and_scheduler",
+    "_finalize_training",
+)
 _NOT_PRIVATE = {"loss": "loss_not_private", "train_loss": "train_loss_not_private"}
 
 
@@ -241,7 +254,13 @@ class PrivateTrainer(Trainer):
 
 
 def _refuse_overridden(trainer: type[PrivateTrainer]) -> None:
-    """Raises InvalidType for a subclass that trains in another way."""
+    """Raises InvalidType for a subclass that trains in another way, MissingLibrary for a Trainer of another version."""
+    missing = [name for name in _RELIED_ON if name not in vars(Trainer)]
+    if missing:
+        raise MissingLibrary(
+            f"PrivateTrainer is made for transformers 5.22, and the Trainer of this version has no {missing[0]}: install "
+            "that version."
+        )
     fixed = {name: getattr(PrivateTrainer, name) for name in ("training_step", "get_train_dataloader")}
     fixed["compute_loss"] = trainer._evaluation_loss
     for name, own in fixed.items():
