@@ -70,6 +70,20 @@ def test_three_steps_are_those_of_the_plain_loop_bit_for_bit(backward: str) -> N
     assert prepared.private.ledger.to_dict() == private.ledger.to_dict()
 
 
+def test_bfloat16_under_autocast() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model, optimizer, private = prepare_private(
+        accelerator, *problem(), small_run.dataset(), privacy=PRIVACY, batch_size=12, steps=3
+    )
+    for x, y in private.loader:
+        with accelerator.autocast():
+            found = losses(model, x, y)
+        private.backward(found)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert private.spent().steps == 3
+
+
 def test_the_loader_may_be_prepared_and_stays_as_it_is() -> None:
     accelerator = Accelerator(cpu=True)
     prepared = prepare_private(accelerator, *problem(), small_run.dataset(), privacy=PRIVACY, batch_size=12, steps=3)

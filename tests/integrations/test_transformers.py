@@ -247,7 +247,7 @@ def test_the_training_loss_is_there_if_asked_for_under_a_name_that_says_what_it_
     done = private.train()
     model = problem.make().train()
     set_seed(42)
-    expected = float(problem.losses(model, hf.collate(problem.records)).mean())
+    expected = float(problem.losses(model, hf.collate(problem.records)).detach().mean())
     (entry,) = [entry for entry in private.state.log_history if "loss_not_private" in entry]
     assert entry["loss_not_private"] == pytest.approx(expected, rel=1e-5)
     assert done.training_loss == done.metrics["train_loss_not_private"] == pytest.approx(expected, rel=1e-5)

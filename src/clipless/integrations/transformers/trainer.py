@@ -193,7 +193,8 @@ class PrivateTrainer(Trainer):
             self.optimizer.train()
         total = torch.zeros((), device=self.args.device)
         for part in inputs:
-            with self.compute_loss_context_manager():
+            # Accelerate turns autocast on inside the model's forward; a run that checks itself must see it from outside.
+            with self.compute_loss_context_manager(), self.accelerator.autocast():
                 losses = self.compute_record_losses(model, self._prepare_inputs(part))
             if not isinstance(losses, Tensor) or losses.dim() != 1:
                 shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
