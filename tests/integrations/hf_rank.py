@@ -1,4 +1,4 @@
-"""One process of a PrivateTrainer under torchrun: `hf_rank.py FOLDER [resume]` leaves what came of it in FOLDER."""
+"""One process of a PrivateTrainer under torchrun: `hf_rank.py FOLDER` leaves what came of it in FOLDER."""
 
 import os
 import sys
@@ -30,7 +30,6 @@ def made(folder: Path, per_device: int) -> PrivateTrainer:
         model,
         hf.arguments(folder / "run", **settings),
         train_dataset=hf.texts(),
-        eval_dataset=hf.texts(6),
         data_collator=hf.collate,
         optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
         privacy=clipless.Privacy(**hf.PLAN),
@@ -45,7 +44,7 @@ def main() -> None:
     kept = {
         "weights": hf.weights_of(trainer.model),
         "ledger": trainer.private.ledger.to_dict(),
-        "loss": trainer.evaluate()["eval_loss"],
+        "predicted": torch.as_tensor(trainer.predict(hf.texts(6)).predictions),
     }
     torch.save(kept, folder / f"{os.environ['RANK']}.pt")
     torch.distributed.barrier()
