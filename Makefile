@@ -7,11 +7,12 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PINNED := pyproject.toml constraints.txt hatch_build.py $(wildcard src/clipless/native/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-worlds sabotage sweep soak figures bench audit models-page zoo lint format clean
+.PHONY: help demo test test-integrations test-worlds sabotage sweep soak figures bench audit models-page zoo lint format clean
 
 help:
 	@echo "make demo    train digits without privacy, with Abadi clipping and with AUTO-S, side by side"
 	@echo "make test    lint, type check and run all tests"
+	@echo "make test-integrations  run the tests of clipless.integrations: Hugging Face, Lightning, Opacus, JAX"
 	@echo "make test-worlds  sharded runs in worlds of one to four processes, against one process: 3 minutes"
 	@echo "make sabotage  break the source in 300 places, one at a time: the tests must notice each: 30 minutes"
 	@echo "make sweep   calibrate over the whole range of epsilon, delta, rate and steps: 15 minutes"
@@ -30,6 +31,10 @@ demo: $(VENV)/.runtime
 
 test: lint
 	$(BIN)/python -m pytest -n 2
+
+# Without these folders in `make test`, which needs none of those libraries (norecursedirs in pyproject.toml).
+test-integrations: $(VENV)/.integrations
+	$(BIN)/python -m pytest -n 2 tests/integrations src/clipless/integrations
 
 test-worlds: $(VENV)/.test
 	$(BIN)/python tests/distributed/all_worlds.py
@@ -93,3 +98,7 @@ $(VENV)/.runtime: $(VENV)/.torch
 $(VENV)/.test: $(VENV)/.torch
 	$(PIP) -c constraints.txt -e '.[test]'
 	@touch $@ $(VENV)/.runtime
+
+$(VENV)/.integrations: $(VENV)/.test
+	$(PIP) -c constraints.txt -e '.[test,integrations]'
+	@touch $@

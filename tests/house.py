@@ -22,11 +22,11 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"accounting", "theory", "partition", "noise", "thresholds", "foreign", "replacing", "averaging"}),
     frozenset({"clipping", "sampling", "runs"}),
     frozenset({"phases"}),
-    frozenset({"distributed", "gradients", "oracle", "plan", "reliability"}),
+    frozenset({"distributed", "gradients", "oracle", "plan", "privacy", "reliability"}),
     frozenset({"planning", "preflight", "refusals", "stepping"}),
     frozenset({"saved_run"}),
     frozenset({"private"}),
-    frozenset({"auditing", "langevin"}),
+    frozenset({"auditing", "integrations", "langevin"}),
     frozenset({"app"}),
     frozenset({"__main__"}),
 )

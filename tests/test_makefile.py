@@ -32,7 +32,7 @@ QUICK: dict[str, list[tuple[list[str], str]]] = {
     "models-page": [(["experiments/models_page.py", "docs/models.md"], "docs/models.md")],
 }
 # `make bench` is what tests/app/test_bench.py runs with --quick; the rest is what runs these tests, or tidies up.
-ELSEWHERE = {"bench", "test", "lint", "format", "help", "clean"}
+ELSEWHERE = {"bench", "test", "test-integrations", "lint", "format", "help", "clean"}
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 
 
