@@ -28,9 +28,9 @@ from clipless.app.auditing import AuditSettings, audit
 from clipless.app.data import load
 from clipless.app.training import TrainingSettings
 from clipless.auditing import (
+    CanaryTrace,
     RunGame,
     StepGame,
-    Trace,
     Verdict,
     gauss_epsilon,
     gauss_kappa,
@@ -103,7 +103,7 @@ def false_alarms(runs: int = 1000, canaries: int = 1000) -> list[dict[str, Any]]
             inside, outside = rng.normal(size=(2, steps, canaries // 2))
             inside += (rng.random(inside.shape) < rate) / multiplier
             there, gone = (log_likelihood(seen, multiplier, rate).sum(0) for seen in (inside, outside))
-            trace = Trace(claim, (outside**2).sum(0))
+            trace = CanaryTrace(claim, (outside**2).sum(0))
             refuted += gauss_refutes(1.0, there, gone, trace, 0.95)
             if number < 25:
                 bounds.append(gauss_epsilon(gauss_kappa(there, gone, trace, 0.95), claim, DELTA))
