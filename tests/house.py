@@ -24,9 +24,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"phases"}),
     frozenset({"distributed", "gradients", "oracle", "plan", "reliability"}),
     frozenset({"planning", "preflight", "refusals", "stepping"}),
+    frozenset({"run_state"}),
     frozenset({"saved_run"}),
     frozenset({"private"}),
-    frozenset({"auditing", "langevin"}),
+    frozenset({"auditing", "integrations", "langevin"}),
     frozenset({"app"}),
     frozenset({"__main__"}),
 )
