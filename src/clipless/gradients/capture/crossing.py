@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
-from torch.utils import _pytree as pytree
 
 from clipless.gradients.capture import messages
 from clipless.gradients.checks.passes import ForwardPass
@@ -26,6 +25,7 @@ from clipless.gradients.forms import (
 from clipless.gradients.layers.linear import positions
 from clipless.gradients.layers.rule import at_least_float32
 from clipless.gradients.trees import Dims, differentiable
+from clipless.torch_internals import GROUPED_PRODUCTS, pytree
 
 Function = Callable[..., Any]
 
@@ -272,4 +272,4 @@ _QUICK: dict[Function, Callable[[Crossing, list[Tensor], Tensor], list[Form] | N
     Tensor.__add__: _sum,
     Tensor.__radd__: _sum,
 }
-_EXPERTS = {torch._grouped_mm, nn.functional.grouped_mm}
+_EXPERTS = GROUPED_PRODUCTS

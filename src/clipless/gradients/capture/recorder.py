@@ -34,6 +34,7 @@ from clipless.gradients.recurrent.takeover import take_over
 from clipless.gradients.shards import Shards
 from clipless.gradients.trees import Shapes, closed, opened, shapes_of
 from clipless.random_state import cuda_devices, random_state_of
+from clipless.torch_internals import current_graph_task
 
 
 class Recorder:
@@ -292,4 +293,4 @@ class Recorder:
 
 def _recomputing() -> bool:
     """Whether a backward pass is running, in which parts of a model may be computed again."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task() != -1

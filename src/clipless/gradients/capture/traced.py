@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.capture.attention import multi_head_attention
@@ -18,6 +17,7 @@ from clipless.gradients.capture.crossing import PLAIN, RECORDS, TRACED, Crossing
 from clipless.gradients.capture.rows import Located
 from clipless.gradients.capture.writes import WRITES
 from clipless.gradients.trees import Dims, Shapes, differentiable
+from clipless.torch_internals import DisableTorchFunctionSubclass, pytree
 
 Function = Callable[..., Any]
 
@@ -101,7 +101,7 @@ def _write(func: Function, args: Any, kwargs: Any) -> Any:
             return WRITES[func](target, dim, *args[1:], **kwargs)
     if learns:
         traced.operations.give_up(owner, getattr(func, "__name__", ""))
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return _run(func, [leaf.value.detach().clone() if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
 
 
@@ -113,7 +113,7 @@ def _operation(func: Function, args: Any, kwargs: Any) -> Any:
     plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Traced)]
     sizes = [leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)]
     owner = traced[0].roots[0].owner
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         result = _run(func, [leaf.value.detach() if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
         outputs = differentiable(result)
         if not outputs or not torch.is_grad_enabled():
