@@ -169,10 +169,11 @@ class PrivateGradients(SavedGradients):
         for first in range(0, rows, BLOCK):
             some = slice(first, min(first + BLOCK, rows))
             here = min(max(records - first, 0), BLOCK)
-            part = [leaf[some] for leaf in leaves]
+            part = leaves if rows <= BLOCK else [leaf[some] for leaf in leaves]
             sums, norms = clip_rows(part, thresholds, here, broken[some], rule, self._groups)
             self._blocks.append([to_torch(one) for one in sums])
-            self._observe(norms[:, :here])
+            if self._phase.statistic_multiplier is not None:
+                self._observe(np.asarray(norms)[:, :here])
         self._seen += records
 
     def _observe(self, norms: Any) -> None:

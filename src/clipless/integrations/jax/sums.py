@@ -96,8 +96,8 @@ def clipped_sum(gradients: Any, clipping: str | Clipping = "auto-s", thresholds:
 
     `gradients` has a row per record in every leaf. Without `thresholds`, [G,1], those that the clipping starts with.
 
-    >>> clipped_sum({"w": jnp.array([[3.0, 4.0], [0.0, 0.5]])}, "abadi").sums["w"].tolist()
-    [0.6000000238418579, 1.3000000715255737]
+    >>> clipped_sum({"w": jnp.array([[0.0, 4.0], [0.5, 0.0]])}, "abadi").sums["w"].tolist()
+    [0.5, 1.0]
     """
     how = as_clipping(clipping)
     found = jax.tree_util.tree_map(lambda leaf: np.empty(leaf.shape[1:], leaf.dtype), gradients)
@@ -119,8 +119,8 @@ def clip_rows(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Each leaf's clipped sum over the first `records` rows, and the norms of all rows, [G,B], infinite in the others.
 
-    A record whose norm in a group is not finite adds nothing to that group; if its data are `broken` [B], to none. Norms are
-    computed in float64, so that neither their squares nor the number of parameters makes them too small.
+    A record whose norm in a group is not finite adds nothing to that group; if its data are `broken` [B], to none. Squares are
+    added up in float64, so that many of them do not make a norm too small.
     """
     form_of(rule)
     with jax.enable_x64(True):
