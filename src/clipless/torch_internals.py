@@ -1,9 +1,8 @@
 """Everything that clipless takes from torch beyond its public interface, in one file: what to look at for another version.
 
 Names are torch's own objects, not wrappers: a private step calls some of them for every layer. What a version does not have
-is left out, and what needs it does without. Internals of FSDP2 are in distributed/shards.py, which only sharded
-models import. The attributes `_parameters`, `_buffers`, `_modules` and `_version`, which torch has always had, are used where
-they are needed.
+is left out, and what needs it does without. Internals of FSDP2 are in distributed/shards.py, which only sharded models
+import. `_parameters`, `_buffers`, `_modules` and `_version`, which torch has always had, are used where they are needed.
 """
 
 from typing import Any

@@ -119,8 +119,8 @@ def clip_rows(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Each leaf's clipped sum over the first `records` rows, and the norms of all rows, [G,B], infinite in the others.
 
-    A record whose norm in a group is not finite adds nothing to that group; if its data are `broken` [B], to none. Squares are
-    added up in float64, so that many of them do not make a norm too small.
+    A record whose norm in a group is not finite adds nothing to that group; if its data are `broken` [B], to none.
+    Squares are added up in float64, so that many of them do not make a norm too small.
     """
     form_of(rule)
     with jax.enable_x64(True):
