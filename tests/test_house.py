@@ -93,11 +93,11 @@ def test_the_oracle_is_independent_of_the_engine() -> None:
 
 def private_names_of_torch(path: Path) -> set[str]:
     """What a file imports or reads of torch that begins with an underscore."""
-    names = set(house.imports(path))
+    names = {name for name in house.imports(path) if name.split(".")[0] == "torch"}
     for node in ast.walk(house.tree(path)):
-        if isinstance(node, ast.Attribute) and re.match(r"(torch|nn|F)\.", name := ast.unparse(node)):
-            names.add(name.replace("nn.", "torch.nn.", 1) if name.startswith("nn.") else name)
-    return {name for name in names if re.match(r"(torch|F)\b.*\._[a-zA-Z]", name)}
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"(torch|nn|F)(\.\w+)+", name := ast.unparse(node)):
+            names.add(name)
+    return {name for name in names if re.search(r"\._[a-zA-Z]", name)}
 
 
 def test_what_is_private_to_torch_is_used_in_one_file() -> None:
