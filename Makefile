@@ -7,12 +7,13 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PINNED := pyproject.toml constraints.txt hatch_build.py $(wildcard src/clipless/native/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch sabotage sweep soak figures bench audit models-page zoo lint format clean
+.PHONY: help demo test test-torch test-worlds sabotage sweep soak figures bench audit models-page zoo lint format clean
 
 help:
 	@echo "make demo    train digits without privacy, with Abadi clipping and with AUTO-S, side by side"
 	@echo "make test    lint, type check and run all tests"
 	@echo "make test-torch VERSION=2.13.0  run the core tests with another version of torch, in an environment of its own"
+	@echo "make test-worlds  sharded runs in worlds of one to four processes, against one process: 3 minutes"
 	@echo "make sabotage  break the source in 300 places, one at a time: the tests must notice each: 30 minutes"
 	@echo "make sweep   calibrate over the whole range of epsilon, delta, rate and steps: 15 minutes"
 	@echo "make soak    100,000 steps of a small model: memory and time of a step must stay what they are"
@@ -44,6 +45,9 @@ test-torch:
 	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER_PIP) -c $(OTHER)/constraints.txt -e '.[test]'
 	$(OTHER)/bin/python -m pytest -n 2 $(CORE)
+
+test-worlds: $(VENV)/.test
+	$(BIN)/python tests/distributed/all_worlds.py
 
 sabotage: $(VENV)/.test
 	$(BIN)/python tests/sabotages.py

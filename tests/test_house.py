@@ -61,6 +61,10 @@ def test_no_modules_import_each_other() -> None:
     assert house.cycles() == []
 
 
+def test_a_name_of_a_class_has_one_meaning() -> None:
+    assert house.repeated_names() == {}
+
+
 def test_rooms_import_lower_layers_only() -> None:
     assert house.upward_imports() == []
 
@@ -172,6 +176,12 @@ def test_what_needs_no_torch_does_not_load_it() -> None:
     """One after the other in one process: none of them loads it."""
     codes = (f"{code}\n{LOADED}\n" for code in WITHOUT_TORCH)
     assert in_fresh_process("".join(codes)).splitlines() == ["[]"] * len(WITHOUT_TORCH)
+
+
+def test_what_is_slow_to_import_is_loaded_at_the_first_epsilon() -> None:
+    slow = "{'dp_accounting', 'scipy.stats', 'scipy.optimize'}"
+    code = f"import sys, clipless.accounting; print(sorted({slow} & sys.modules.keys()))"
+    assert in_fresh_process(code).strip() == "[]"
 
 
 def test_every_public_name_resolves_to_what_type_checkers_see() -> None:

@@ -20,6 +20,7 @@ QUICK: dict[str, list[tuple[list[str], str]]] = {
         (["experiments/clipping.py", "--quick", "--docs", "docs"], "docs/figures/dc-e.svg"),
         (["experiments/budget.py", "--quick", "--docs", "docs"], "docs/figures/budget.json"),
     ],
+    "test-worlds": [(["tests/distributed/all_worlds.py", "1"], "")],
     "sabotage": [(["tests/sabotages.py", "quantile-sign"], "")],
     "sweep": [(["tests/accounting/sweep.py", "--every", "500", "--accountants", "gdp"], "")],
     "soak": [(["benchmarks/soak.py", "--steps", "60", "--most-growth", "1e6"], "")],

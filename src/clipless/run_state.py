@@ -14,7 +14,7 @@ from clipless.thresholds.history import History
 from clipless.thresholds.policy import State
 
 
-class RunState(refusals.Whole):
+class RunState(refusals.Uncopyable):
     """The ledger, the policy's state, the keys of the noise, the number of draws.
 
     `_noise` caches the event and the standard deviations of a step until the policy's state changes.

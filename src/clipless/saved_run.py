@@ -1,7 +1,6 @@
 """The state of a private run, in memory and on disk: what changes from step to step, how it is saved and resumed."""
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,7 +9,7 @@ from torch.optim import Optimizer
 
 from clipless import refusals
 from clipless.accounting import Ledger, StepEvent
-from clipless.distributed import Alone, Ranks
+from clipless.distributed import Alone, Ranks, one_digest
 from clipless.errors import Misuse, RankFailed
 from clipless.noise import NoiseSource
 from clipless.plan import PrivacyPlan
@@ -58,15 +57,24 @@ class SavedRun(RunState):
         it."""
         return self._journal.place() if self._journal else None
 
-    def _is_new(self, step: int, event: StepEvent, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> bool:
-        """Refuse a release that is not the same on all ranks, and write the event to the ledger file, if there is one. False
-        for a repeated step, which must equal the one recorded there."""
-        where, shared = f"the release of step {step + 1}", [] if statistic is None else [statistic]
-        released = fingerprint([*gradients.values(), *shared])
-        if self._shards and self._ranks.size > 1:  # the digests of all shards, by rank
-            released = hashlib.sha256("".join(self._ranks.told(where, released)).encode()).hexdigest()[:32]
-        self._ranks.same(where, f"{released} {fingerprint([self._thresholds, *shared])}")
-        return self._journal is None or self._journal.record(event, released)
+    def _digests(self, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> str:
+        """Digests of what this rank releases, and of what must be the same on all ranks even of a sharded model. At steps 1,
+        2, 4, 8 and so on the weights are among it, unless they are sharded: ranks may have changed their own."""
+        shared, step = [] if statistic is None else [statistic], self.ledger.steps + 1
+        compared = self._ranks.size > 1 and self._shards is None and step & (step - 1) == 0
+        weights = self._model.parameters() if compared else ()
+        return f"{fingerprint([*gradients.values(), *shared])} {fingerprint([self._thresholds, *weights, *shared])}"
+
+    def _record(self, where: str, event: StepEvent, told: Sequence[str]) -> None:
+        """Refuse a release that is not the same on all ranks, and record the event, on disk if there is a ledger file. A
+        repeated step is there already, and must equal the one recorded."""
+        released = one_digest(where, told, sharded=self._shards is not None and len(told) > 1)
+        if self._journal is None:
+            self.ledger.record(event)
+            return
+        with self._ranks.together(where):
+            if self._journal.record(event, released):
+                self.ledger.record(event)
 
     def save_to(self, path: str | Path) -> None:
         """From now on write every event to this ledger file, which must not exist yet, before its result can be seen.
@@ -78,7 +86,7 @@ class SavedRun(RunState):
             with self._ranks.together("save_to"):
                 if self._journal:
                     raise Misuse(f"the ledger is on disk already, in {self._journal.path}: a run has one ledger.")
-                made = self._created(Path(path)) if self._ranks.rank == 0 else FollowedJournal(Path(path))
+                made = self._create_journal(Path(path)) if self._ranks.rank == 0 else FollowedJournal(Path(path))
         except RankFailed:
             if isinstance(made, Journal):
                 made.close()
@@ -86,7 +94,7 @@ class SavedRun(RunState):
             raise
         self._journal = made
 
-    def _created(self, path: Path) -> Journal:
+    def _create_journal(self, path: Path) -> Journal:
         plan = self.plan
         return Journal.create(path, plan.delta, plan.accountant, plan.planned(), plan.to_dict(), self.ledger)
 

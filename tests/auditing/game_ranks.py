@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from test_step_game import COMBINATIONS, SURE, seeded
+from test_step_game import COMBINATIONS, GAMES, SURE, seeded
 
 from clipless.auditing import StepGame, judge_step, play
-from clipless.clipping import RULES
 from clipless.distributed import Ranks
-from clipless.noise import NOISE_SOURCES
 
-# Every rule and policy with the default noise, every rule with the other sources.
-GAMES = [(name, noise) for noise in NOISE_SOURCES for name in (COMBINATIONS if noise == "secure" else RULES)]
 ADD_UP = Ranks.add_up
 
 

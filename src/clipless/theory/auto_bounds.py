@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize_scalar
 
+from clipless.arrays import Floats
 from clipless.errors import InvalidArgument
 
-Floats = npt.NDArray[np.float64]
 LEAST_RATIO, MOST_RATIO = 1.0, 1e9
 
 
@@ -167,11 +167,6 @@ def auto_v_bound(term: float, xi: float) -> float:
 def sgd_bound(steps: float, loss_gap: float, smoothness: float, xi: float, batch: float) -> float:
     """The bound of SGD without privacy: T^(−1/4)·√(2(L₀−L*)L + ξ²/B)."""
     return steps**-0.25 * math.sqrt(2 * loss_gap * smoothness + xi * xi / batch)
-
-
-def log_log_slope(x: npt.ArrayLike, y: npt.ArrayLike) -> float:
-    """The slope of the line of least squares through log y against log x."""
-    return float(np.polyfit(np.log(np.asarray(x, float)), np.log(np.asarray(y, float)), 1)[0])
 
 
 def _least_over_ratios(at: Callable[[Floats], Floats], least: float, most: float) -> float:

@@ -2,20 +2,20 @@
 
 Each optimizer is here twice: as an update with a step h, and as the differential equation that it approaches. `gradient` is
 any field, such as a sum of clipped gradients: privacy changes the field and not the optimizer, and its noise vanishes in the
-limit. How the optimizers' constants go with h is ours where the paper leaves it open; each docstring says it.
+limit. Where the paper does not say how the optimizers' constants depend on h, the choice is ours and stated in the
+docstring.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.integrate import solve_ivp
 
 from clipless.arguments import named
+from clipless.arrays import Floats
 from clipless.errors import InvalidArgument
 
-Floats = npt.NDArray[np.float64]
 Field = Callable[[Floats], Floats]
 SOON = 1e-4
 

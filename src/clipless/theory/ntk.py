@@ -6,7 +6,7 @@ over a fixed time goes to zero with the step. The loss changes at the rate −e�
 
 - Theorem 2, local flat clipping: K has positive eigenvalues but eᵀKe can be negative, so the loss can grow for a while.
   Layer by layer not even the eigenvalues need be positive, and a stationary point of non-zero loss exists.
-- Theorem 4, global clipping with nobody above the cutoff: K = (R/Z)H is positive definite and the loss falls all the way.
+- Theorem 4, global clipping with no record above the cutoff: K = (R/Z)H is positive definite and the loss always falls.
   A dropped record makes K singular.
 """
 
@@ -15,13 +15,11 @@ from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 from scipy.integrate import solve_ivp
 
+from clipless.arrays import Floats
 from clipless.theory.facts import Matrix, matrix
-from clipless.theory.rules import Rule
-
-Floats = npt.NDArray[np.float64]
+from clipless.theory.rules import ArrayRule
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def kernels(jacobians: list[Floats]) -> list[Floats]:
 
 
 def factors(
-    layer_kernels: list[Floats], residuals: Floats, rule: Rule, thresholds: tuple[float, ...], layerwise: bool
+    layer_kernels: list[Floats], residuals: Floats, rule: ArrayRule, thresholds: tuple[float, ...], layerwise: bool
 ) -> list[Floats]:
     """The clipping factors [N] of each layer; flat clipping has one threshold and the same factors in all."""
     squares = [np.diag(kernel) * residuals**2 for kernel in layer_kernels]
@@ -106,7 +104,7 @@ def least_quadratic_form(kernel: Floats) -> float:
 def residual_flow(
     layer_kernels: list[Floats],
     start: Floats,
-    rule: Rule,
+    rule: ArrayRule,
     thresholds: tuple[float, ...],
     layerwise: bool,
     times: Floats,
@@ -153,7 +151,7 @@ def growing_loss() -> Example:
 def stationary_point() -> Example:
     """Two layers, clipped one by one by Abadi's rule, at which Σ H_r C_r e = 0 though e = (4, 1, 1) and the loss is 9.
 
-    Layer 1 clips everybody to ¾, so C₁e = (¾, ¾, ¾) and H₁C₁e = ¾x with x = (−3/5, 7/10, 7/10). Layer 2 clips nobody:
+    Layer 1 clips all records to ¾, so C₁e = (¾, ¾, ¾) and H₁C₁e = ¾x with x = (−3/5, 7/10, 7/10). Layer 2 clips none:
     H₂ = ¾xxᵀ + I − eeᵀ/18 is positive definite, and H₂e = −¾x. Near this point the flow is ė = −¾x − H₂e, which comes
     back to it. The example is ours.
     """

@@ -1,7 +1,7 @@
 """What each compiled function gains: the time of a step with it switched off over the time with it.
 
 Both take their steps in turn, on the same model with the same weights. A function that gains less than `WORTH` on every
-model has not earned its place.
+model is not worth keeping.
 """
 
 import json
@@ -18,12 +18,12 @@ from clipless.app.bench.machine import described
 from clipless.app.bench.made_up import MadeUp, private_steps
 from clipless.app.bench.problems import PROBLEMS, TINY_PROBLEMS, Problem
 from clipless.app.bench.timing import interleave
-from clipless.app.bench.ways import WAYS, Batch, Runner
+from clipless.app.bench.ways import WAYS, InputsAndLabels, Runner
 from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
-from clipless.gradients.layers import norm_sums
+from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
-from clipless.native import rows
+from clipless.native import gram, rows
 from clipless.noise import keys, source
 
 WORTH = 1.02
@@ -74,7 +74,7 @@ def _nothing(module: object) -> Callable[[], AbstractContextManager[Any]]:
 
 @contextmanager
 def _rows_without(**changes: Callable[..., Any]) -> Iterator[None]:
-    """One of the two functions of rows.c takes nothing; the other goes on."""
+    """One of the functions of rows.c is switched off; the others stay on."""
     fast = rows.compiled()
     fewer = fast._replace(**changes) if fast else None
 
@@ -99,18 +99,23 @@ SWITCHES: Mapping[str, Switch] = {
         lambda: _rows_without(add_rows=lambda sums: False),
     ),
     "norm_sums": Switch("scale and shift of layer norms, `layer_norm.c`", ("encoder", "decoder"), _nothing(norm_sums)),
+    "conv_rows": Switch("gradients of convolutions, `conv.c`", ("cnn", "resnet18"), _nothing(conv_rows)),
+    "add_products": Switch(
+        "sums of small layers, `rows.c`", ("tabular", "cnn"), lambda: _rows_without(add_products=lambda sums: False)
+    ),
+    "ghost_norms": Switch("norms from Gram matrices, `gram.c`", ("encoder", "decoder"), _nothing(gram)),
     "lstm": Switch("cells of LSTMs, `lstm.c`", ("lstm",), _nothing(compiled_lstm)),
 }
 
 
-def measured(name: str, model: str, rounds: int, tiny: bool = False) -> Gain:
+def measure_gain(name: str, model: str, rounds: int, tiny: bool = False) -> Gain:
     """The gain of a function on a model, drawing included."""
     runner, switched = _runner(model, TINY_PROBLEMS if tiny else PROBLEMS), ExitStack()
 
     def way(*off: Callable[[], AbstractContextManager[Any]]) -> Runner:
         """Switches outside the time that is measured, and draws inside."""
 
-        def switch() -> Batch:
+        def switch() -> InputsAndLabels:
             switched.close()
             for each in off:
                 switched.enter_context(each())

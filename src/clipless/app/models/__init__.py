@@ -26,7 +26,7 @@ def build(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     `name` is a key of `MODELS` or `"package.module:factory"`, a callable `(shape, classes) -> nn.Module`.
     Raises InvalidArgument for an unknown name, InvalidType for a factory that does not return a module.
     """
-    factory = _imported(name) if ":" in name else MODELS.get(name)
+    factory = _import_factory(name) if ":" in name else MODELS.get(name)
     if factory is None:
         raise unknown_name("model", name, [*MODELS, "package.module:factory"])
     model = factory(shape, classes)
@@ -35,7 +35,7 @@ def build(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     return model
 
 
-def _imported(path: str) -> Factory:
+def _import_factory(path: str) -> Factory:
     module, _, attribute = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module), attribute)

@@ -83,14 +83,14 @@ def train(
                     losses = F.cross_entropy(model(x), y, reduction="none")
                     private.backward(losses) if private else losses.mean().backward()
                     optimizer.step()
-                    progress = _stepped(progress, private)
+                    progress = _advance(progress, private)
                     report(progress)
                     if progress.step % len(loader) == 0:
-                        progress = _tested(progress, state, model, data, private)
+                        progress = _test(progress, state, model, data, private)
                         report(progress)
                     saver.after_step(epoch_ended=progress.step % len(loader) == 0)
             if state.tested != total:
-                progress = _tested(progress, state, model, data, private)
+                progress = _test(progress, state, model, data, private)
             seconds = saver.seconds()
             spent = private.spent() if private else None
         finally:
@@ -112,13 +112,13 @@ def train(
     )
 
 
-def _stepped(progress: TrainingProgress, private: Private | None) -> TrainingProgress:
+def _advance(progress: TrainingProgress, private: Private | None) -> TrainingProgress:
     if private is None:
         return replace(progress, step=progress.step + 1)
     return replace(progress, step=private.steps_taken, threshold=float(private.thresholds.norm()))
 
 
-def _tested(
+def _test(
     progress: TrainingProgress, state: LoopState, model: nn.Module, data: Data, private: Private | None
 ) -> TrainingProgress:
     state.accuracies.append(accuracy(model, data.test))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.recurrent.cells import CELLS, Cell, Weights
-from clipless.gradients.recurrent.recurrence import State, Trace, forward
+from clipless.gradients.recurrent.recurrence import HiddenState, Trace, forward
 from clipless.gradients.recurrent.sequences import Sequences
 from clipless.torch_internals import RECURRENT_KERNELS, pytree
 
@@ -101,7 +101,7 @@ class KernelCall(NamedTuple):
     cell: Cell
     data: Tensor
     sequences: Sequences
-    state: State
+    state: HiddenState
     weights: list[Tensor]
     bias: bool
     depth: int
