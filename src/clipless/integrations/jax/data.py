@@ -62,7 +62,7 @@ class ArrayFetcher:
         padded = np.zeros((size, *chosen.shape[1:]), chosen.dtype)
         padded[: len(chosen)] = chosen
         if jnp.issubdtype(chosen.dtype, jnp.floating):
-            self.finite[: len(chosen)] &= np.isfinite(chosen).reshape(len(chosen), -1).all(1)
+            self.finite[: len(chosen)] &= np.isfinite(chosen).all(axis=tuple(range(1, chosen.ndim)))
         return padded
 
 
