@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES, MOST_FUNCTION_LINES = 300, 50
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"arrays", "errors", "rounding"}),
+    frozenset({"arrays", "errors", "rounding", "torch_internals"}),
     frozenset(
         {"arguments", "defaults", "clipped", "closures", "native", "noise_schedule", "processes", "random_state"}
     ),
@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"phases"}),
     frozenset({"distributed", "gradients", "oracle", "plan", "privacy", "reliability"}),
     frozenset({"planning", "preflight", "refusals", "stepping"}),
+    frozenset({"run_state"}),
     frozenset({"saved_run"}),
     frozenset({"private"}),
     frozenset({"auditing", "integrations", "langevin"}),

@@ -95,6 +95,20 @@ def test_the_oracle_is_independent_of_the_engine() -> None:
     assert not {module for module in below if house.room(module) in ("gradients", "native")}
 
 
+def private_names_of_torch(path: Path) -> set[str]:
+    """What a file imports or reads of torch that begins with an underscore."""
+    names = {name for name in house.imports(path) if name.split(".")[0] == "torch"}
+    for node in ast.walk(house.tree(path)):
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"(torch|nn|F)(\.\w+)+", name := ast.unparse(node)):
+            names.add(name)
+    return {name for name in names if re.search(r"\._[a-zA-Z]", name)}
+
+
+def test_what_is_private_to_torch_is_used_in_one_file() -> None:
+    using = {module for module, path in house.MODULES.items() if private_names_of_torch(path)}
+    assert using == {"clipless.torch_internals"}
+
+
 def test_only_gradients_registers_module_hooks() -> None:
     assert using(lambda name: ("forward" in name and name.startswith("register_")) or name == "register_hook") == {
         "gradients"

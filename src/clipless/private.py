@@ -290,10 +290,3 @@ class Private(SavedRun):
         released = released_sums(*shared) if self._ranks.size > 1 else release(values, stddevs)
         noised = {name: part.to(p.dtype) for (name, p), part in zip(parameters.items(), released, strict=True)}
         return {name: shards.placed(name, part) for name, part in noised.items()} if shards else noised
-
-    def _noised_statistic(self, step: int, statistic: Tensor | None) -> Tensor | None:
-        """The batch's statistic with noise; None if the policy needs none."""
-        if statistic is None or self._phase.statistic_multiplier is None:
-            return None
-        (noised,) = self._source.release("statistic", step, [statistic], [self._phase.statistic_multiplier])
-        return noised

@@ -8,20 +8,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from clipless import refusals
-from clipless.accounting import Ledger, Spent, StepEvent
+from clipless.accounting import Ledger, StepEvent
 from clipless.distributed import Alone, Ranks, one_digest
 from clipless.errors import Misuse, RankFailed
 from clipless.noise import NoiseSource
-from clipless.phases import Phase
 from clipless.plan import PrivacyPlan
+from clipless.run_state import RunState
 from clipless.runs.checkpoint import checkpoint_of, random_states, read_checkpoint
 from clipless.runs.fingerprint import fingerprint
 from clipless.runs.followed import FollowedJournal
 from clipless.runs.journal import Journal
 from clipless.runs.shard_folder import refuse_damaged_shards, remove_old_shards
-from clipless.sampling.loader import Batch, PrivateLoader
-from clipless.thresholds.history import History
-from clipless.thresholds.policy import State
 
 if TYPE_CHECKING:
     from clipless.distributed.saving import States
@@ -34,14 +31,9 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-class SavedRun(refusals.Uncopyable):
-    """The part of a run that is saved: the ledger, the policy's state, the keys of the noise, the number of draws.
-
-    `_noise` caches the event and the standard deviations of a step until the policy's state changes; `_handles` is empty
-    before the run is attached and after it is detached.
-    """
-
-    loader: PrivateLoader
+class SavedRun(RunState):
+    """A run of a model and an optimizer, and how it is saved. `_handles` is empty before the run is attached and after it is
+    detached."""
 
     def __init__(
         self,
@@ -52,45 +44,11 @@ class SavedRun(refusals.Uncopyable):
         ranks: Alone | Ranks,
         shards: "Sharded | None",
     ) -> None:
-        self.plan = plan
-        self.ledger = Ledger()
-        self.history = History()
-        self._model, self._optimizer, self._source, self._ranks = model, optimizer, source, ranks
+        super().__init__(plan, source)
+        self._model, self._optimizer, self._ranks = model, optimizer, ranks
         self._shards = shards
-        self._batch: Batch | None = None
         self._journal: Journal | FollowedJournal | None = None
         self._handles: list[Removable] = []
-        self._policy_state: State = {}
-        self._thresholds: Tensor
-        self._noise: tuple[StepEvent, list[float]] | None
-        self._phase = plan.phases[0]
-        self._set_policy(plan.clipping.policy.init(plan.setting))
-
-    def _set_policy(self, state: State) -> None:
-        self._policy_state, self._thresholds = state, self._phase.clipping.policy.thresholds(state)
-        self._noise = None
-
-    def _go_on(self, step: int, state: State) -> None:
-        """The policy's state before that step; from its beginning where another policy set the thresholds so far."""
-        before, self._phase = self._phase, self.plan.phase(step)
-        begins = self._phase.span != before.span
-        self._set_policy(self._phase.clipping.policy.init(self._phase.setting) if begins else state)
-
-    def _note(self, phase: Phase, statistic: Tensor | None) -> None:
-        """Keep what was released after a step of a phase. Where policies change, what is not thresholds is kept under the
-        number of its phase, counted from 1."""
-        state = self._policy_state
-        if self.plan.phases[-1].span:
-            own = {f"{name} (phase {self._phase.number + 1})": value for name, value in state.items()}
-            state = {"thresholds": self._thresholds, **{k: v for k, v in own.items() if not k.startswith("thresholds")}}
-            if statistic is not None:
-                state[f"statistic (phase {phase.number + 1})"], statistic = statistic, None
-        self.history.append(state, statistic)
-
-    @property
-    def epochs(self) -> int:
-        """Passes over `loader` in the plan."""
-        return self.plan.steps // self.plan.steps_per_pass
 
     @property
     def ledger_file(self) -> dict[str, Any] | None:
@@ -98,15 +56,6 @@ class SavedRun(refusals.Uncopyable):
         it shows whether a ledger was cut or rewritten. None without a file, and on every rank but the first, which writes
         it."""
         return self._journal.place() if self._journal else None
-
-    @property
-    def thresholds(self) -> Tensor:
-        """The current thresholds, one row per group, [G,1]. They are constants or released values: safe to show."""
-        return self._thresholds.clone()
-
-    def spent(self) -> Spent:
-        """The privacy spent so far, computed from the events in the ledger."""
-        return self.ledger.spent(self.plan.delta, self.plan.accountant)
 
     def _digests(self, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> str:
         """Digests of what this rank releases, and of what must be the same on all ranks even of a sharded model. At steps 1,
@@ -224,15 +173,7 @@ class SavedRun(refusals.Uncopyable):
         """The state to resume the run from. It holds the key of all later noise: keep it as secret as the data."""
         if self._batch is not None:
             raise Misuse("state_dict() in the middle of a batch: save after optimizer.step().")
-        return {
-            "plan": self.plan.to_dict(),
-            "ledger": self.ledger.to_dict(),
-            "phase": self._phase.number,
-            "policy": {name: value.clone() for name, value in self._policy_state.items()},
-            "history": self.history.state_dict(),
-            "draws": self.loader.draws,
-            "noise": self._source.state_dict(),
-        }
+        return self._state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state; the caller restores weights and optimizer. The plan must be the same.
@@ -241,10 +182,4 @@ class SavedRun(refusals.Uncopyable):
         prevents that by the ledger on disk.
         """
         refusals.refuse_begun(self._batch, self.ledger.steps, self._journal)
-        refusals.refuse_other_plan(state, self.plan.to_dict())
-        self._source.load_state_dict(state["noise"])
-        self.ledger = Ledger.from_dict(state["ledger"])
-        self._phase = self.plan.phases[state.get("phase", 0)]
-        self._set_policy({name: value.clone() for name, value in state["policy"].items()})
-        self.history = History.from_state_dict(state["history"])
-        self.loader.draws = state["draws"]
+        self._take_state(state)

@@ -3,6 +3,7 @@
 from sabotage_lists.one import Sabotage
 
 PRIVATE, SAVED, JOURNAL, FILE = "private.py", "saved_run.py", "runs/journal.py", "runs/ledger_file.py"
+STATE = "run_state.py"
 DURABLE, PRINT, CHECKPOINT = "runs/durable_files.py", "runs/fingerprint.py", "runs/checkpoint.py"
 JOURNALS, CHECKPOINTS, FILES = (f"tests/runs/test_{name}.py" for name in ("journal", "checkpoint", "durable_files"))
 
@@ -240,35 +241,35 @@ SABOTAGES = (
     ),
     Sabotage(
         "noise-not-resumed",
-        SAVED,
+        STATE,
         '        self._source.load_state_dict(state["noise"])\n',
         "",
         (f"{CHECKPOINTS}::test_secure_noise_repeats_lost_steps_bit_for_bit",),
     ),
     Sabotage(
         "draws-not-resumed",
-        SAVED,
+        STATE,
         '        self.loader.draws = state["draws"]\n',
         "",
         ("tests/test_private.py::test_a_resumed_run_is_bit_identical",),
     ),
     Sabotage(
         "thresholds-not-resumed",
-        SAVED,
+        STATE,
         'self._set_policy({name: value.clone() for name, value in state["policy"].items()})',
         "pass",
         ("tests/thresholds/test_private_policies.py::test_thresholds_survive_a_resume",),
     ),
     Sabotage(
         "ledger-not-resumed",
-        SAVED,
+        STATE,
         '        self.ledger = Ledger.from_dict(state["ledger"])\n',
         "",
         ("tests/test_private.py::test_a_resumed_run_is_bit_identical",),
     ),
     Sabotage(
         "state-of-another-plan",
-        SAVED,
+        STATE,
         "        refusals.refuse_other_plan(state, self.plan.to_dict())\n",
         "",
         ("tests/test_private.py::test_a_state_of_another_plan_is_refused_by_what_differs",),

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
-from torch.utils import _pytree as pytree
 
 from clipless.gradients.capture import messages
 from clipless.gradients.capture.known_operations import EXPERTS, QUICK, experts
@@ -17,6 +16,7 @@ from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.forms import Form, Instantiated, Routed, by_record
 from clipless.gradients.layers.rule import at_least_float32
 from clipless.gradients.trees import Dims, differentiable
+from clipless.torch_internals import pytree
 
 # By how much the sum of the rows' gradients may differ from the gradient of the whole, relative to their norms.
 ROWS_TOLERANCE = 1e-3

@@ -13,6 +13,7 @@ from clipless.gradients.forms import Form, Instantiated, OuterProducts, Routed, 
 from clipless.gradients.layers.conv import Convolution, Correlation, spread_padding
 from clipless.gradients.layers.linear import positions
 from clipless.gradients.trees import Dims
+from clipless.torch_internals import GROUPED_PRODUCTS
 
 
 class Operation(Protocol):
@@ -136,4 +137,4 @@ QUICK: dict[Function, Callable[[Operation, list[Tensor], Tensor], list[Form] | N
     Tensor.__add__: _sum,
     Tensor.__radd__: _sum,
 }
-EXPERTS = {torch._grouped_mm, nn.functional.grouped_mm}
+EXPERTS = GROUPED_PRODUCTS

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.gradients.capture import messages
 from clipless.gradients.capture.crossing import Crossing
@@ -32,6 +31,7 @@ from clipless.gradients.records import (
 from clipless.gradients.shards import Shards
 from clipless.gradients.trees import differentiable, opened, plain_tensors, shapes_of
 from clipless.random_state import random_state_kept
+from clipless.torch_internals import pytree
 
 
 class LearnedPatterns:

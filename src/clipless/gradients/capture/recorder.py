@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import maybe_current_level
 
 from clipless.gradients.capture import messages
 from clipless.gradients.capture.calls import Call
@@ -35,6 +34,7 @@ from clipless.gradients.recurrent.takeover import take_over
 from clipless.gradients.shards import Shards
 from clipless.gradients.trees import Shapes, closed, opened, shapes_of
 from clipless.random_state import cuda_devices, random_state_of
+from clipless.torch_internals import current_graph_task, maybe_current_level
 
 
 class Recorder:
@@ -295,4 +295,4 @@ class Recorder:
 
 def _recomputing() -> bool:
     """Whether a backward pass is running, in which parts of a model may be computed again."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task() != -1

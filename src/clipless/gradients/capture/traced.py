@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.capture.attention import multi_head_attention
@@ -19,6 +18,7 @@ from clipless.gradients.capture.roots import Root
 from clipless.gradients.capture.rows import Located
 from clipless.gradients.capture.writes import WRITES, Function
 from clipless.gradients.trees import Dims, Shapes, differentiable
+from clipless.torch_internals import DisableTorchFunctionSubclass, pytree
 
 
 class Operations(Protocol):
@@ -121,14 +121,14 @@ def _write(func: Function, args: Any, kwargs: Any) -> Any:
             return WRITES[func](target, dim, *args[1:], **kwargs)
     if learns:
         traced.operations.give_up(owner, getattr(func, "__name__", ""))
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return _run(func, [leaf.value.detach().clone() if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
 
 
 def _changed(func: Function, target: Traced, leaves: list[Any], spec: pytree.TreeSpec) -> Traced:
     """Change a traced tensor in place by numbers and traced tensors. Autograd follows that in all views of its memory, and
     refuses it for a parameter itself."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         _run(func, [leaf.value if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
     roots = [r for leaf in leaves if isinstance(leaf, Traced) for r in leaf.roots]
     target.roots = tuple({id(r): r for r in roots}.values())
@@ -145,7 +145,7 @@ def _operation(func: Function, args: Any, kwargs: Any) -> Any:
     owner = traced[0].roots[0].owner
     if not plain and not sizes and torch.is_grad_enabled():
         return _of_parameters(func, leaves, spec, traced)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         result = _run(func, [leaf.value.detach() if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
         outputs = differentiable(result)
         if not outputs or not torch.is_grad_enabled():
@@ -166,7 +166,7 @@ def _operation(func: Function, args: Any, kwargs: Any) -> Any:
 def _of_parameters(func: Function, leaves: list[Any], spec: pytree.TreeSpec, traced: list[Traced]) -> Any:
     """The results of an operation that meets no records, traced."""
     operations = traced[0].operations
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         result = _run(func, [leaf.value if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
         if not any(output.requires_grad for output in differentiable(result)):
             return result

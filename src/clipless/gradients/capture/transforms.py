@@ -3,13 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from clipless.gradients.capture.traced import Traced
+from clipless.torch_internals import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+    pytree,
+)
 
 
 def transformed() -> bool:
@@ -34,7 +39,7 @@ class TransformsSeen(TorchFunctionMode):
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass(), torch._C.DisableTorchFunction():
+    with DisableTorchFunctionSubclass(), DisableTorchFunction():
         while is_functorch_wrapped_tensor(tensor):
             tensor = get_unwrapped(tensor)
     return tensor
