@@ -92,9 +92,7 @@ class PrivateTraining(Callback):
         source.instance = self._batches
         trainer.fit_loop.epoch_loop._results = Withheld(self._log_not_private)
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of a run that was not private."""
         if trainer.state.fn == "fit" and self.state_key not in checkpoint["callbacks"]:
             refuse_plain_checkpoint()

@@ -38,7 +38,9 @@ def run_length(trainer: Trainer, loader: DataLoader[Any], parts: int) -> RunLeng
     """The length of the run that this Trainer is set to. Raises if it has no end, or if a limit would cut a batch."""
     data, batch_size, _ = source_of(loader)
     if batch_size is None:
-        raise InvalidArgument("the DataLoader has no batch_size: give it one, the expected number of records in a batch.")
+        raise InvalidArgument(
+            "the DataLoader has no batch_size: give it one, the expected number of records in a batch."
+        )
     expected, records = batch_size * parts, len(data)  # type: ignore[arg-type]
     if expected > records:
         raise InvalidArgument(

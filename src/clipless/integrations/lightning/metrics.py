@@ -24,13 +24,15 @@ class Withheld(_ResultCollection):
             return
         if name not in self._told:
             self._told.add(name)
-            warnings.warn(self._message(fx, name), stacklevel=2)
+            warnings.warn(self._message(fx, name), stacklevel=3)
         if self._log_not_private:
             super().log(fx, name, value, *args, **kwargs)
 
     def _message(self, fx: str, name: str) -> str:
         if self._log_not_private:
-            return f"{name!r}, logged in {fx}, is not private: keep it, and what is chosen by it, as secret as the data."
+            return (
+                f"{name!r}, logged in {fx}, is not private: keep it, and what is chosen by it, as secret as the data."
+            )
         return (
             f"{name!r}, logged in {fx}, was not logged: values computed while training show records without noise. Log in "
             "validation_step, on records that are not trained on; or PrivateTraining(..., log_not_private=True), and keep "
