@@ -1,4 +1,4 @@
-"""One process of a run by Lightning's DDP strategy: `python lightning_rank.py FOLDER lightning|loop`, under torchrun's names."""
+"""One process under Lightning's DDP strategy: `python lightning_rank.py FOLDER lightning|loop [CHECKPOINT]`."""
 
 import os
 import sys

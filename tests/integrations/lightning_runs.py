@@ -1,5 +1,6 @@
 """A small Lightning module and its data, trained by the Trainer and by a loop of one's own."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,13 @@ def by_hand(
     private = clipless.make_private(
         module, optimizer, records(), **privacy(**changes).arguments(), batch_size=BATCH, epochs=2
     )
-    for number, batch in enumerate(private.loader.parts(parts), start=1):
+    for batch in chain(private.loader.parts(parts), private.loader.parts(parts) if steps > RECORDS // BATCH else ()):
         optimizer.zero_grad()
         for part in batch:
             loss = module.training_step(part, 0)
             private.backward(loss) if loss.dim() else loss.backward()
         optimizer.step()
-        if number == steps:
+        if private.steps_taken == steps:
             break
     return module, private
 

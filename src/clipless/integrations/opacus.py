@@ -1,7 +1,7 @@
 """Opacus: clipless' rules and threshold policies inside an Opacus run, for those who cannot move yet.
 
-Per-sample gradients and noise are Opacus' own; clipping, the sensitivity and the thresholds are clipless'. Opacus' accountant
-is told the multiplier of the whole step, gradient and statistic together. Tested with opacus 1.6.
+Per-sample gradients and noise are Opacus' own; clipping, the sensitivity and the thresholds are clipless'. Opacus'
+accountant is told the multiplier of the whole step, gradient and statistic together. Tested with opacus 1.6.
 """
 
 from collections.abc import Callable, Mapping, Sequence

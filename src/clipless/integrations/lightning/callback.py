@@ -24,10 +24,11 @@ from clipless.integrations.lightning.metrics import Withheld
 from clipless.integrations.lightning.refusals import refuse_callbacks, refuse_module, refuse_strategy, refuse_trainer
 from clipless.privacy import Privacy
 from clipless.private import Private, make_private
+from clipless.random_state import RandomState, random_state_of, set_random_state
 from clipless.runs.checkpoint import set_random_states
 
 
-class PrivateTraining(Callback):
+class PrivateTraining(Callback):  # type: ignore[misc]  # without types
     """Makes one `Trainer.fit` differentially private, for modules with automatic optimization.
 
     The training DataLoader's records, batch size, workers and collate function are taken over; its batches are drawn by
@@ -52,13 +53,15 @@ class PrivateTraining(Callback):
     ) -> None:
         if not isinstance(privacy, Privacy):
             raise InvalidType(f"PrivateTraining takes a clipless.Privacy(epsilon=...), got {type(privacy).__name__}.")
-        self.privacy, self.private = privacy, None
-        self.private: Private | None
+        self.privacy = privacy
+        self.private: Private | None = None
         self._ledger, self._reseed, self._log_not_private = ledger, reseed, log_not_private
         self._loss_reduction, self._kernels = loss_reduction, kernels
         self._batches: PoissonBatches | None = None
         self._saved: dict[str, Any] | None = None
         self._random: dict[str, Any] | None = None
+        self._kept: RandomState | None = None
+        self._metrics = Withheld(log_not_private)
 
     def spent(self) -> Spent:
         """The privacy spent so far."""
@@ -90,7 +93,7 @@ class PrivateTraining(Callback):
         find, parts = _source(source), trainer.accumulate_grad_batches
         self._batches = PoissonBatches(find, parts, lambda loader: run_length(trainer, loader, parts))
         source.instance = self._batches
-        trainer.fit_loop.epoch_loop._results = Withheld(self._log_not_private)
+        self._metrics = trainer.fit_loop.epoch_loop._results = Withheld(self._log_not_private)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of a run that was not private."""
@@ -154,10 +157,22 @@ class PrivateTraining(Callback):
         if trainer.accumulate_grad_batches > 1 and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * trainer.accumulate_grad_batches)
 
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+        """A validation may follow. A resumed run may leave it out, so it must not change the random numbers of training."""
+        if trainer.enable_validation:
+            self._kept = random_state_of([pl_module.device], ())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with the random numbers that training would have had without the validation."""
+        if self._kept is not None:
+            set_random_state(self._kept, ())
+            self._kept = None
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log epsilon, which is public."""
         if not trainer.barebones:
-            pl_module.log("epsilon", self.spent().epsilon, prog_bar=True, sync_dist=True)
+            with self._metrics.public():
+                pl_module.log("epsilon", self.spent().epsilon, prog_bar=True, sync_dist=True)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run, for the Trainer's checkpoint. It holds the key of all later noise: keep it as secret as the

@@ -1,31 +1,37 @@
 """What is logged while training is withheld: it is computed from records, without noise."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-PUBLIC = frozenset({"epsilon"})
 
-
-class Withheld(_ResultCollection):
+class Withheld(_ResultCollection):  # type: ignore[misc]  # without types
     """The results of the training loop. `self.log` ends here, before loggers, progress bars, schedulers and other callbacks
     see a value, so none of them can act on one."""
 
     def __init__(self, log_not_private: bool) -> None:
         super().__init__(training=True)
-        self._log_not_private = log_not_private
+        self._log_not_private, self._public = log_not_private, False
         self._told: set[str] = set()
+
+    @contextmanager
+    def public(self) -> Iterator[None]:
+        """Inside, what is logged is public."""
+        self._public = True
+        try:
+            yield
+        finally:
+            self._public = False
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log a value if it is public or was asked for, else warn, once for each name."""
-        if name in PUBLIC:
-            super().log(fx, name, value, *args, **kwargs)
-            return
-        if name not in self._told:
+        if not self._public and name not in self._told:
             self._told.add(name)
             warnings.warn(self._message(fx, name), stacklevel=3)
-        if self._log_not_private:
+        if self._public or self._log_not_private:
             super().log(fx, name, value, *args, **kwargs)
 
     def _message(self, fx: str, name: str) -> str:
