@@ -61,6 +61,7 @@ def test_two_epochs_with_validation_are_those_of_a_loop_without(tmp_path: Path) 
 def test_accumulated_batches_are_parts_of_one_batch(make: type[Classifier], clipping: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     module, callback = make(), PrivateTraining(privacy(clipping=clipping))
+    torch.manual_seed(1)
     trainer(tmp_path, callback, accumulate_grad_batches=2, max_steps=3, max_epochs=-1).fit(module, loader(BATCH // 2))
     torch.manual_seed(1)
     expected, private = by_hand(3, make(), parts=2, clipping=clipping)
