@@ -13,7 +13,7 @@ from clipless.sampling.fetching import source_of
 
 @dataclass(frozen=True)
 class RunLength:
-    """`epochs` or `steps`, as make_private takes them, and the shape of an epoch."""
+    """`epochs` or `steps`, as make_private takes them, and the shape of an epoch, before the Trainer limits it."""
 
     expected_batch: int
     steps_per_epoch: int
@@ -49,15 +49,16 @@ def run_length(trainer: Trainer, loader: DataLoader[Any], parts: int) -> RunLeng
         )
     whole_epoch = defaults.steps_per_pass(records, expected)
     per_epoch = _limited(trainer.limit_train_batches, whole_epoch, parts)
+    shape = expected, whole_epoch, parts
     epochs, steps = trainer.max_epochs, trainer.max_steps
     if epochs in (None, -1) and steps == -1:
         raise InvalidArgument("training without end has no budget: give Trainer(max_epochs=...) or max_steps=.")
     if epochs is None or epochs == -1:
-        return RunLength(expected, per_epoch, parts, None, steps)
+        return RunLength(*shape, None, steps)
     if per_epoch == whole_epoch and (steps == -1 or steps >= epochs * per_epoch):
-        return RunLength(expected, per_epoch, parts, epochs, None)
+        return RunLength(*shape, epochs, None)
     total = epochs * per_epoch if steps == -1 else min(steps, epochs * per_epoch)
-    return RunLength(expected, per_epoch, parts, None, total)
+    return RunLength(*shape, None, total)
 
 
 def _limited(limit: float | int, steps: int, parts: int) -> int:
