@@ -233,7 +233,8 @@ def test_the_budget_covers_what_the_trainer_is_set_to(options: dict[str, Any], s
 
 
 def test_bfloat16_autocast_trains(tmp_path: Path) -> None:
-    module, callback = fit(tmp_path, precision="bf16-mixed", max_steps=3, max_epochs=-1)
+    torch.manual_seed(1)
+    module, callback = fit(tmp_path, module=RecordClassifier(), precision="bf16-mixed", max_steps=3, max_epochs=-1)
     assert callback.private is not None
     assert callback.private.steps_taken == 3
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in module.parameters())

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import clipless
 from clipless.integrations.lightning import PrivateTraining
-from clipless.integrations.lightning.refusals import refuse_strategy
+from clipless.integrations.lightning.refusals import refuse_callbacks, refuse_strategy
 
-pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
+pytestmark = [pytest.mark.filterwarnings(text) for text in (*QUIET, "ignore:`training_step` returned `None`")]
 
 
 class Manual(Classifier):
@@ -80,8 +80,8 @@ class WithBatchNorm(Classifier):
         ({"module": SkipsSteps}, "without its backward"),
         ({"module": SkipsEpochs, "max_epochs": 2}, "was not stepped"),
         ({"module": WithBatchNorm}, "GroupNorm"),
+        ({"precision": "bf16-mixed"}, "RecordLosses"),
         ({"others": LearningRateFinder}, "clipless tune"),
-        ({"others": BatchSizeFinder}, "clipless tune"),
         ({"others": lambda: GradientAccumulationScheduler({0: 2})}, "accumulate_grad_batches"),
     ],
 )
@@ -105,6 +105,11 @@ def test_a_search_for_the_learning_rate_is_refused(tmp_path: Path) -> None:
     train = trainer(tmp_path, PrivateTraining(privacy()))
     with pytest.raises(clipless.Misuse, match="clipless tune"):
         Tuner(train).lr_find(Classifier(), train_dataloaders=loader())
+
+
+def test_a_search_for_the_batch_size_is_refused() -> None:
+    with pytest.raises(clipless.Misuse, match="clipless tune"):
+        refuse_callbacks([BatchSizeFinder()])
 
 
 def test_other_strategies_are_refused() -> None:

@@ -21,7 +21,13 @@ from clipless.integrations.lightning.batches import PoissonBatches, one_loader
 from clipless.integrations.lightning.length import RunLength, run_length
 from clipless.integrations.lightning.losses import RecordLosses, train_by
 from clipless.integrations.lightning.metrics import Withheld
-from clipless.integrations.lightning.refusals import refuse_callbacks, refuse_module, refuse_strategy, refuse_trainer
+from clipless.integrations.lightning.refusals import (
+    refuse_callbacks,
+    refuse_module,
+    refuse_rounded_means,
+    refuse_strategy,
+    refuse_trainer,
+)
 from clipless.privacy import Privacy
 from clipless.private import Private, make_private
 from clipless.random_state import RandomState, random_state_of, set_random_state
@@ -88,6 +94,8 @@ class PrivateTraining(Callback):  # type: ignore[misc]  # without types
         refuse_trainer(trainer)
         refuse_callbacks(trainer.callbacks)
         refuse_module(pl_module)
+        if self._loss_reduction == "mean" and not isinstance(pl_module, RecordLosses):
+            refuse_rounded_means(trainer.precision_plugin)
         self._saved = self._random = None
         source = trainer.fit_loop._data_source
         find, parts = _source(source), trainer.accumulate_grad_batches
@@ -132,12 +140,10 @@ class PrivateTraining(Callback):  # type: ignore[misc]  # without types
         )  # fmt: skip
 
     def _new_ledger(self, trainer: Trainer) -> Path:
-        if self._ledger is not None:
-            return Path(self._ledger)
         name: str = trainer.strategy.broadcast(f"{secrets.token_hex(4)}.jsonl")
-        folder = Path(trainer.default_root_dir) / "ledgers"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / name
+        path = Path(trainer.default_root_dir, "ledgers", name) if self._ledger is None else Path(self._ledger)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A resumed run goes on with the random numbers of dropout and augmentation."""

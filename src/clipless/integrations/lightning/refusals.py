@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -28,6 +28,16 @@ def refuse_trainer(trainer: Trainer) -> None:
         raise Misuse(
             f"overfit_batches={trainer.overfit_batches} trains on the same records in every step, which is not the sampling "
             "that is accounted for: leave it out, or give a smaller data set."
+        )
+
+
+def refuse_rounded_means(plugin: Precision) -> None:
+    """Raise for 16 bits, where a mean over the batch is refused: its division by the number of records is rounded."""
+    if "16" in plugin.precision:
+        raise Misuse(
+            f"precision={plugin.precision!r} rounds the division by the number of records, so that adding a record changes "
+            "the contribution of every other. Return one loss per record, class Model(RecordLosses, LightningModule), or "
+            "their sum with PrivateTraining(..., loss_reduction='sum')."
         )
 
 
