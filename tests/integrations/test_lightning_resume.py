@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -118,11 +119,25 @@ def test_other_plans_and_plain_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_a_ledger_is_refused(tmp_path: Path) -> None:
-    callback = PrivateTraining(privacy())
-    made = trainer(tmp_path, callback)
-    made.fit(Classifier(), loader())
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "early.ckpt")
+
     with pytest.raises(clipless.Misuse, match="ledger on disk"):
-        made.save_checkpoint(tmp_path / "late.ckpt")
+        trainer(tmp_path, PrivateTraining(privacy()), Saves()).fit(Classifier(), loader())
+
+
+def test_a_run_that_has_ended_leaves_weights_without_keys(tmp_path: Path) -> None:
+    callback, module = PrivateTraining(privacy()), Classifier()
+    made = trainer(tmp_path, callback)
+    made.fit(module, loader())
+    made.save_checkpoint(tmp_path / "late.ckpt")
+    saved = torch.load(tmp_path / "late.ckpt")
+    assert "PrivateTraining" not in saved["callbacks"]
+    assert all(torch.equal(saved["state_dict"][name], value) for name, value in module.state_dict().items())
+    assert callback.spent().steps == 6
+    with pytest.raises(clipless.Misuse, match="no private run"):
+        train(tmp_path / "other", tmp_path / "late.ckpt")
 
 
 def test_evaluation_of_a_checkpoint_leaves_the_run_alone(tmp_path: Path) -> None:

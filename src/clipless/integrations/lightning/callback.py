@@ -39,7 +39,8 @@ class PrivateTraining(Callback):  # type: ignore[misc]  # without types
 
     The training DataLoader's records, batch size, workers and collate function are taken over; its batches are drawn by
     Poisson sampling. The budget covers all epochs, or steps, that the Trainer is set to. `accumulate_grad_batches=k` makes
-    the expected batch k times as large and splits it into k parts. `private` is the run, from `on_fit_start` on.
+    the expected batch k times as large and splits it into k parts. `private` is the run, from `on_fit_start` on; it is
+    detached when `fit` ends.
 
     Checkpoints hold the run's state; `fit(ckpt_path=...)` resumes it. They need a ledger on disk, at `ledger`, or in the
     folder "ledgers" of the Trainer's `default_root_dir`. `reseed` resumes with new noise, and leaves steps that were lost
@@ -67,6 +68,7 @@ class PrivateTraining(Callback):  # type: ignore[misc]  # without types
         self._saved: dict[str, Any] | None = None
         self._random: dict[str, Any] | None = None
         self._kept: RandomState | None = None
+        self._ended = False
         self._metrics = Withheld(log_not_private)
 
     def spent(self) -> Spent:
@@ -182,8 +184,22 @@ class PrivateTraining(Callback):  # type: ignore[misc]  # without types
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run, for the Trainer's checkpoint. It holds the key of all later noise: keep it as secret as the
-        data."""
-        return {} if self.private is None else self.private.resumable_state()
+        data. A run that has ended has none: what is saved then are weights, from which no run can be resumed."""
+        return {} if self.private is None or self._ended else self.private.resumable_state()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The run is over: it can be resumed from a checkpoint."""
+        self._end()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """After fit() the module is an ordinary one, the keys of the noise are erased, and the ledger is released."""
+        if stage == "fit":
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        if self.private is not None:
+            self.private.detach()
 
 
 def _source(source: Any) -> Any:
