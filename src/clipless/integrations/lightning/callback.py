@@ -197,7 +197,7 @@ class PrivateTraining(Callback):  # type: ignore[misc]  # without types
             self._end()
 
     def _end(self) -> None:
-        self._ended = True
+        self._ended, self._kept = True, None
         if self.private is not None:
             self.private.detach()
 
