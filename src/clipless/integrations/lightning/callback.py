@@ -151,7 +151,7 @@ class PrivateTraining(Callback):  # type: ignore[misc]  # without types
         """A resumed run goes on with the random numbers of dropout and augmentation."""
         if self._random is not None:
             set_random_states(self._random)
-            self._random = None
+            self._random, self._kept = None, random_state_of([pl_module.device], ())  # a validation may come first
 
     # While training.
 
