@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from clipless.errors import InvalidType, Misuse
 from clipless.integrations.lightning.length import RunLength
 from clipless.private import Private
+from clipless.runs.checkpoint import set_random_states
 
 
 class PoissonBatches:
@@ -27,6 +28,7 @@ class PoissonBatches:
         length: Callable[[DataLoader[Any]], RunLength],
     ) -> None:
         self.private: Private | None = None
+        self.random: dict[str, Any] | None = None  # of a resumed run, to be set before its first batch is fetched
         self._find, self._parts, self._length = find, parts, length
 
     @cached_property
@@ -50,6 +52,9 @@ class PoissonBatches:
     def __iter__(self) -> Iterator[Any]:
         if self.private is None:
             raise Misuse("batches before the private run was made: iterate over train_dataloader() of your own.")
+        if self.random is not None:
+            set_random_states(self.random)
+            self.random = None
         loader = self.private.loader
         steps = self.length.steps_per_epoch
         if self._parts == 1:

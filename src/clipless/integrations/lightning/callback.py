@@ -31,7 +31,6 @@ from clipless.integrations.lightning.refusals import (
 from clipless.privacy import Privacy
 from clipless.private import Private, make_private
 from clipless.random_state import RandomState, random_state_of, set_random_state
-from clipless.runs.checkpoint import set_random_states
 
 
 class PrivateTraining(Callback):  # type: ignore[misc]  # without types
@@ -66,7 +65,6 @@ class PrivateTraining(Callback):  # type: ignore[misc]  # without types
         self._loss_reduction, self._kernels = loss_reduction, kernels
         self._batches: PoissonBatches | None = None
         self._saved: dict[str, Any] | None = None
-        self._random: dict[str, Any] | None = None
         self._kept: RandomState | None = None
         self._ended = False
         self._metrics = Withheld(log_not_private)
@@ -98,7 +96,7 @@ class PrivateTraining(Callback):  # type: ignore[misc]  # without types
         refuse_module(pl_module)
         if self._loss_reduction == "mean" and not isinstance(pl_module, RecordLosses):
             refuse_rounded_means(trainer.precision_plugin)
-        self._saved = self._random = None
+        self._saved = None
         source = trainer.fit_loop._data_source
         find, parts = _source(source), trainer.accumulate_grad_batches
         self._batches = PoissonBatches(find, parts, lambda loader: run_length(trainer, loader, parts))
@@ -127,7 +125,7 @@ class PrivateTraining(Callback):  # type: ignore[misc]  # without types
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             trainer.strategy.model = pl_module  # the run adds up over the ranks itself, after clipping
         if self._saved is not None:
-            self._random = self.private.resume(self._saved, ledger=self._ledger, reseed=self._reseed)
+            self._batches.random = self.private.resume(self._saved, ledger=self._ledger, reseed=self._reseed)
             self._saved = None
         elif self._ledger is not None or trainer.checkpoint_callbacks:
             self.private.save_to(self._new_ledger(trainer))
@@ -146,12 +144,6 @@ class PrivateTraining(Callback):  # type: ignore[misc]  # without types
         path = Path(trainer.default_root_dir, "ledgers", name) if self._ledger is None else Path(self._ledger)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A resumed run goes on with the random numbers of dropout and augmentation."""
-        if self._random is not None:
-            set_random_states(self._random)
-            self._random, self._kept = None, random_state_of([pl_module.device], ())  # a validation may come first
 
     # While training.
 
