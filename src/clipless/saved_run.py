@@ -18,6 +18,7 @@ from clipless.runs.checkpoint import checkpoint_of, random_states, read_checkpoi
 from clipless.runs.fingerprint import fingerprint
 from clipless.runs.followed import FollowedJournal
 from clipless.runs.journal import Journal
+from clipless.runs.ledger_file import LedgerFile
 from clipless.runs.shard_folder import refuse_damaged_shards, remove_old_shards
 
 if TYPE_CHECKING:
@@ -155,8 +156,46 @@ class SavedRun(RunState):
 
                 saved = placed_as(saved, Path(path), self._model, self._optimizer)
         saved.restore(self._model, self._optimizer, ranks.rank)
-        self.load_state_dict(saved.private)
-        with ranks.together("load_checkpoint"):
+        self._follow(saved.private, where, journal, found, reseed)
+        return saved.extra
+
+    def resumable_state(self) -> dict[str, Any]:
+        """What `resume` needs, as tensors and plain values, for a trainer that saves weights and optimizer itself:
+        `state_dict()`, the place in the ledger on disk, and the random states of all ranks. A call for every rank."""
+        with self._ranks.together("resumable_state"):
+            if self._journal is None or not self._handles:
+                raise Misuse(
+                    "a checkpoint needs its ledger on disk: call save_to(path) first, and save before detach()."
+                )
+            state, place, path = self.state_dict(), self._journal.place(), str(self._journal.path.absolute())
+        place = self._ranks.shared(place)
+        return {"private": state, "place": place, "path": path, "random": self._ranks.gathered(random_states())}
+
+    def resume(
+        self, state: Mapping[str, Any], *, ledger: str | Path | None = None, reseed: bool = False
+    ) -> dict[str, Any] | None:
+        """Resume from a `resumable_state`, in a fresh `make_private` with the same arguments, as `load_checkpoint` does;
+        the caller restores weights and optimizer. Returns this rank's random states, for `set_random_states` when the rest
+        is restored; None if there are none for it. The ledger is expected where it was, or at `ledger`."""
+        ranks, journal, found = self._ranks, None, None
+        with ranks.together("resume"):
+            refusals.refuse_begun(self._batch, self.ledger.steps, self._journal)
+            refusals.refuse_other_plan(state["private"], self.plan.to_dict())
+            where = Path(state["path"] if ledger is None else ledger)
+        ranks.same("resume", f"{state['place']['position']} {state['place']['head']}")
+        with ranks.together("resume"):
+            if ranks.rank == 0:
+                journal, found = Journal.resume(where, **state["place"])
+        self._follow(state["private"], where, journal, found, reseed)
+        return state["random"][ranks.rank] if ranks.rank < len(state["random"]) else None
+
+    def _follow(
+        self, state: dict[str, Any], where: Path, journal: Journal | None, found: LedgerFile | None, reseed: bool
+    ) -> None:
+        """Go on from a saved state by the ledger on disk, which only the first rank has read."""
+        ranks = self._ranks
+        self.load_state_dict(state)
+        with ranks.together("resuming"):
             if reseed and journal and found:
                 journal.give_up_pending(found)
         pending = ranks.shared(journal.pending if journal else 0)
@@ -167,7 +206,6 @@ class SavedRun(RunState):
         if reseed:
             self._source.renew(self.ledger.steps - self._journal.pending, self.loader.draws)
             self._source.load_state_dict(ranks.shared(self._source.state_dict()))
-        return saved.extra
 
     def state_dict(self) -> dict[str, Any]:
         """The state to resume the run from. It holds the key of all later noise: keep it as secret as the data."""

@@ -154,7 +154,8 @@ class Recorder:
         with self._probing(layer, inputs, micro.records):
             if micro.records == 0:
                 messages.refuse_unfit_inputs(layer.name, inputs, 0)
-                inputs = changed = self._stand_ins.inputs(layer.module, inputs)
+                if self._map.trains(layer.module):  # a loss is run on no rows: its output has none to be removed again
+                    inputs = changed = self._stand_ins.inputs(layer.module, inputs)
             elif not self._same_pattern(layer, args, kwargs, micro.records):
                 current.pattern = self._patterns.find(layer, inputs, micro.records)
         current.calls, current.operations = {}, OperationCounter()

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from clipless.errors import InvalidArgument, InvalidType
-from clipless.sampling.loader import BatchListener, PoissonSampler, PrivateLoader
+from clipless.sampling.loader import BatchListener, PoissonSampler, PrivateLoader, Split, part_size
 
 
 def usual_rows(expected: int, size: int) -> int:
@@ -75,13 +75,13 @@ class ArrayLoader(PrivateLoader):
         super().__init__(fetch, sampler, steps_per_pass, listener)
         self._arrays, self._usual = fetch, fetch.rows
 
-    def _batches(self, steps: int, part_size: int | None) -> Iterator[Iterator[Any]]:
-        self._arrays.rows = part_size or self._usual
-        return super()._batches(steps, part_size)
+    def _batches(self, steps: int, split: Split) -> Iterator[Iterator[Any]]:
+        self._arrays.rows = part_size(split) or self._usual
+        return super()._batches(steps, split)
 
-    def _again(self, part_size: int | None) -> Iterator[Any]:
-        self._arrays.rows = part_size or self._usual
-        return super()._again(part_size)
+    def _again(self, split: Split) -> Iterator[Any]:
+        self._arrays.rows = part_size(split) or self._usual
+        return super()._again(split)
 
 
 def in_memory(data: Any) -> tuple[Any, int]:
