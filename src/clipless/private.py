@@ -261,7 +261,7 @@ class Private(SavedRun):
         sums, where = self._engine.complete(), f"the release of step {step + 1}"
         with self._ranks.together(where) as told:
             gradients = self._noised_gradients(step, sums, stddevs)
-            statistic = self._noised_statistic(step, self._statistic)
+            statistic = None if self._statistic is None else self._noised_statistic(step, self._statistic)
             if self._ranks.size > 1:
                 told.own = self._digests(gradients, statistic)
         if self._ranks.size == 1 and self._journal is None:
