@@ -13,7 +13,7 @@ from clipless.app.cli._processes import process_group, rank
 from clipless.app.cli._progress import training_bar
 from clipless.app.cli._signals import stopping
 from clipless.app.models import MODELS
-from clipless.app.training import OPTIMIZERS, Result, Saving, TrainingSettings, save_run, saved_about
+from clipless.app.training import OPTIMIZERS, TASKS, Result, Saving, TrainingSettings, save_run, saved_about
 from clipless.app.training import train as run_training
 from clipless.clipping import CLIPPINGS
 from clipless.errors import Interrupted
@@ -89,8 +89,8 @@ def train(
     RunFolder(folder).check_writable()
     saving = Saving(folder, resume, reseed, checkpoint_every, source)
     title = f"{records.name} {settings.model} {settings.clipping}"
-    first = rank() == 0
-    with process_group(), training_bar(title, visible=first and not as_json) as bar, stopping() as stop:
+    first, metric = rank() == 0, TASKS[records.task].metric
+    with process_group(), training_bar(title, visible=first and not as_json, metric=metric) as bar, stopping() as stop:
         try:
             result = run_training(records, settings, on_progress=bar, saving=saving, stop=stop)
         except Interrupted as interrupted:
@@ -150,7 +150,7 @@ def _summary(result: Result, written: Path) -> dict[str, str]:
         "data": result.data,
         "model": f"{settings.model}, {result.metrics()['parameters']:,} parameters",
         "clipping": settings.clipping,
-        "test accuracy": _output.percent(result.accuracy),
+        f"test {result.metric.replace('_', ' ')}": _output.metric_text(result.metric, result.score),
         **(privacy if settings.private else {"epsilon": "none: this run is not private"}),
         "steps": f"{result.steps} in {settings.epochs} epochs",
         "time": f"{result.seconds:.1f} s",

@@ -77,7 +77,7 @@ def tune(
         bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else, on stdout.")
     ] = False,
 ) -> None:
-    """Train a grid of candidates, choose the best by test accuracy, and release it under one total (epsilon, delta).
+    """Train a grid of candidates, choose the best by its test, and release it under one total (epsilon, delta).
 
     The price of the whole search is in ledger.jsonl before the first run begins. Only --method grid pays for showing every
     run; otherwise nothing of the other runs is shown or stored: no score, no model, not even their number.
@@ -192,7 +192,7 @@ def _summary(tuned: tuning.Tuned, folder: Path) -> dict[str, str]:
         "chosen": ", ".join(f"{name} {getattr(settings, name)}" for name in names) or "the only candidate",
         "of": f"{len(tuned.search.candidates)} candidates, by {priced.method.name}",
         **shown,
-        "test accuracy": _output.percent(tuned.result.accuracy),
+        f"test {tuned.result.metric.replace('_', ' ')}": _output.metric_text(tuned.result.metric, tuned.result.score),
         "epsilon": f"{_output.short(tuned.result.epsilon)} for the whole search",
         "delta": _output.short(tuned.result.delta),
         "one run": f"({_output.short(priced.run_epsilon)}, {_output.short(priced.run_delta)}), noise "
@@ -202,7 +202,7 @@ def _summary(tuned: tuning.Tuned, folder: Path) -> dict[str, str]:
 
 
 def _score(score: float) -> str:
-    return _output.percent(score) if score >= 0 else "failed"
+    return "failed" if math.isinf(score) else _output.short(abs(score))
 
 
 def _notes(tuned: tuning.Tuned) -> list[str]:

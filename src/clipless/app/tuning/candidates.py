@@ -13,8 +13,8 @@ from clipless import defaults
 from clipless.accounting.selection import RunShape
 from clipless.app.training import TrainingSettings
 from clipless.arguments import unknown_name
-from clipless.clipping import as_clipping
 from clipless.errors import InvalidArgument, InvalidType
+from clipless.phases import as_schedule
 
 TUNABLE = ("model", "clipping", "epochs", "batch_size", "optimizer", "lr")
 MOST_CANDIDATES = 10_000
@@ -89,9 +89,7 @@ def shape_of(settings: TrainingSettings, records: int) -> RunShape:
     """What a run with these settings releases, without its noise, on a data set of that size."""
     per_pass = defaults.steps_per_pass(records, settings.batch_size)
     steps = settings.epochs * per_pass
-    return RunShape.of(
-        settings.batch_size / records, steps, as_clipping(settings.clipping).policy.noise_schedule(steps)
-    )
+    return RunShape.of(settings.batch_size / records, steps, as_schedule(settings.how).noise_schedule(steps))
 
 
 def varied(candidates: Sequence[TrainingSettings]) -> tuple[str, ...]:
