@@ -30,7 +30,7 @@ attack was weak, or the data few, not that the run was more private than claimed
 
 ## The games
 
-**The step game** (`play`, `judge_step`). The model is a *probe*: linear layers whose gradient is the record itself.
+**The step game** (`play`, `judge_step`). The model is the *canary model*: linear layers whose gradient is the record itself.
 Its record has the norm at which the clipping rule lets most through, in every group. Weights stay fixed, so each of
 thousands of releases is one of the same mechanism. With a full batch and a policy with a statistic, one record is
 there or not, and the score is the log-likelihood ratio of gradient and statistic together. Elsewhere each release
@@ -49,7 +49,7 @@ rates are bounded by Clopper and Pearson.
   false-alarm rate of 1e-6. Thresholds are computed again from the released statistics, and must be those that were
   used.
 
-**The whole-run game** (`play_runs`, `judge_runs`): hundreds of complete trainings of the probe, seen by final weights
+**The whole-run game** (`play_runs`, `judge_runs`): hundreds of complete trainings of the canary model, seen by final weights
 only or by all gradients. Only here is the sampling of batches audited over several steps.
 
 **One run** (`one_run`, `judge_canaries`): many canaries in one training of any classifier, each in or out by a coin.
@@ -88,7 +88,7 @@ standard deviation, noise of both √2 times.
 
 - More noise than claimed is found by the tests of the noise, as a departure; no bound can exceed a claim by it.
 - A norm underestimated by a few percent: the step game needs about 1/x² times as many games for a fault of size x.
-- A fault that only some layers or models show: the probe is linear layers. `clipless.check` compares the engine with
+- A fault that only some layers or models show: the canary model is linear layers. `clipless.check` compares the engine with
   a loop over single records on your own model, and the first steps of every run check themselves.
 - Shuffled batches in the step game, which sees one step: the whole-run game catches them, where the noise is small.
 - What depends on a secret: a seed that was published, noise that can be predicted. The numbers look as they should.
@@ -178,7 +178,7 @@ def _runs(rows: list[dict[str, Any]]) -> str:
     text = """
 ## Whole trainings
 
-Trainings of 8 steps of the probe under auto-s, 16 records in and 16 out, delta 1e-5, confidence 95 %.
+Trainings of 8 steps of the canary model under auto-s, 16 records in and 16 out, delta 1e-5, confidence 95 %.
 """
     head = ("multiplier", "rate", "trainings", "seen", "games", "claimed", "bound", "of the claim", "time")
     cells = [

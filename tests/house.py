@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES, MOST_FUNCTION_LINES = 300, 50
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "rounding"}),
+    frozenset({"arrays", "errors", "rounding"}),
     frozenset(
         {"arguments", "defaults", "clipped", "closures", "native", "noise_schedule", "processes", "random_state"}
     ),
@@ -156,6 +156,24 @@ def long_functions() -> dict[str, int]:
     return found
 
 
+def _defined_names(path: Path) -> Iterator[str]:
+    """The classes of a file and its other capitalised names, such as types and type variables, but no constants."""
+    for node in ast.walk(tree(path)):
+        names = [node.name] if isinstance(node, ast.ClassDef) else []
+        if isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        yield from (name for name in names if name[0].isupper() and not name.isupper())
+
+
+def repeated_names() -> dict[str, list[str]]:
+    """Names of classes and types that several files define: one word, one meaning."""
+    files: dict[str, list[str]] = {}
+    for path in FILES:
+        for name in _defined_names(path):
+            files.setdefault(name, []).append(str(path.relative_to(SOURCE)))
+    return {name: places for name, places in files.items() if len(places) > 1}
+
+
 def main() -> None:
     lines: dict[str, int] = {}
     for module, path in MODULES.items():
@@ -170,6 +188,7 @@ def main() -> None:
         ("Upward imports", upward_imports()),
         (f"Files over {MOST_LINES} lines", [f"{name}: {length}" for name, length in long_files().items()]),
         (f"Functions over {MOST_FUNCTION_LINES} lines", [f"{n}: {length}" for n, length in long_functions().items()]),
+        ("Names with two meanings", [f"{name}: {' '.join(places)}" for name, places in repeated_names().items()]),
     ):
         print(title + ("" if found else ": none"))
         for line in found:

@@ -61,6 +61,10 @@ def test_no_modules_import_each_other() -> None:
     assert house.cycles() == []
 
 
+def test_a_name_of_a_class_has_one_meaning() -> None:
+    assert house.repeated_names() == {}
+
+
 def test_rooms_import_lower_layers_only() -> None:
     assert house.upward_imports() == []
 

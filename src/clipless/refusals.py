@@ -13,7 +13,7 @@ from clipless.errors import BudgetSpent, InvalidArgument, InvalidType, Misuse
 from clipless.gradients import Kernels
 
 
-class Whole:
+class Uncopyable:
     """Refuses to be copied, pickled or unpacked."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -35,7 +35,7 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-class SavedRun(refusals.Whole):
+class SavedRun(refusals.Uncopyable):
     """The part of a run that is saved: the ledger, the policy's state, the keys of the noise, the number of draws.
 
     `_noise` caches the event and the standard deviations of a step until the policy's state changes; `_handles` is empty

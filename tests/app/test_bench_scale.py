@@ -13,8 +13,8 @@ from clipless.app.bench.scale import (
     END,
     FORMS,
     START,
-    WORK,
-    Work,
+    WORKLOADS,
+    Workload,
     checked_bytes,
     seconds,
     sent_bytes,
@@ -31,13 +31,13 @@ def test_the_page_is_current() -> None:
     assert f"{START}\n{text}{END}" in page, "run python benchmarks/scale.py --page docs/scale.md"
 
 
-@pytest.mark.parametrize("work", WORK, ids=lambda work: work.name)
-def test_shards_are_smaller_and_send_more(work: Work) -> None:
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_shards_are_smaller_and_send_more(workload: Workload) -> None:
     for devices in DEVICES:
         for held in (state_bytes, checked_bytes):
-            assert held(work, devices.count, FORMS[1]) < held(work, devices.count, FORMS[0])
-        assert sent_bytes(work, devices.count, FORMS[1]) >= 1.5 * sent_bytes(work, devices.count, FORMS[0])
-        whole, shards = (seconds(work, devices, form, 1.2) for form in FORMS)
+            assert held(workload, devices.count, FORMS[1]) < held(workload, devices.count, FORMS[0])
+        assert sent_bytes(workload, devices.count, FORMS[1]) >= 1.5 * sent_bytes(workload, devices.count, FORMS[0])
+        whole, shards = (seconds(workload, devices, form, 1.2) for form in FORMS)
         assert whole[0] == shards[0]
         assert shards[2] == pytest.approx(whole[2] / devices.count)
 
@@ -50,8 +50,8 @@ def test_what_sending_takes_is_fitted(tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(json.dumps(bench))
     models = []
     for parameters in (1e6, 2e7):
-        work = Work("", parameters, parameters)
-        sent = {way: sent_bytes(work, 2, FORMS[way.endswith("sharded")]) for way in scale.PAIRS_IN_ONE}
+        workload = Workload("", parameters, parameters)
+        sent = {way: sent_bytes(workload, 2, FORMS[way.endswith("sharded")]) for way in scale.PAIRS_IN_ONE}
         several = {way: ways[scale.PAIRS_IN_ONE[way]] / 2 + 3 + 1e3 * sent[way] / 2e9 for way in sent}
         one = {"min_ms": ways}
         models.append({"one": one, "several": {"processes": 2, "min_ms": several}, "parameters": parameters})

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from clipless.arrays import Floats
 from clipless.auditing import gaussian_fit
-from clipless.auditing.fit import Floats
 
 GROUPS = np.repeat([0, 1], 32)
 

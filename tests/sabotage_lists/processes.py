@@ -150,8 +150,8 @@ SABOTAGES = (
     Sabotage(
         "run-can-be-copied",
         "refusals.py",
-        "class Whole:\n",
-        "class Whole:\n    __deepcopy__ = lambda self, memo: self  # noqa: E731\n\n",
+        "class Uncopyable:\n",
+        "class Uncopyable:\n    __deepcopy__ = lambda self, memo: self  # noqa: E731\n\n",
         (f"{PROCESSES}::test_a_run_and_its_loader_are_neither_copied_nor_pickled",),
     ),
     Sabotage(

@@ -11,7 +11,7 @@ from scipy.optimize import minimize_scalar
 from clipless.accounting import epsilon
 from clipless.accounting.gaussian import gaussian_epsilon
 from clipless.theory.auto_laws import (
-    Task,
+    ProblemConstants,
     best_learning_rate,
     cost_of_rate,
     gdp_noise_multiplier,
@@ -20,7 +20,7 @@ from clipless.theory.auto_laws import (
     private_term,
 )
 
-TASK = Task()
+CONSTANTS = ProblemConstants()
 BATCHES = (64.0, 512.0, 4096.0)
 
 
@@ -35,38 +35,38 @@ def test_noise_multiplier_costs_its_budget(batch: int, steps: int) -> None:
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("steps", [10.0, 1e3, 1e6])
 def test_term_is_the_leading_one_and_a_remainder_of_known_size(batch: float, steps: float) -> None:
-    scale = 16 * TASK.loss_gap * TASK.smoothness
-    remainder = (private_term(TASK, steps, batch) ** 2 - leading_term(TASK, steps) ** 2) / scale
-    assert 0 <= remainder <= TASK.dimension / (2 * batch**2 * steps) * (1 + 1e-6)
+    scale = 16 * CONSTANTS.loss_gap * CONSTANTS.smoothness
+    remainder = (private_term(CONSTANTS, steps, batch) ** 2 - leading_term(CONSTANTS, steps) ** 2) / scale
+    assert 0 <= remainder <= CONSTANTS.dimension / (2 * batch**2 * steps) * (1 + 1e-6)
 
 
 def test_more_steps_and_larger_batches_help() -> None:
     for batch in BATCHES:
-        bounds = [private_bound(TASK, steps, batch) for steps in (1e2, 1e3, 1e4, 1e5)]
-        noises = [gdp_noise_multiplier(TASK.mu, batch, TASK.records, steps) for steps in (1e2, 1e3, 1e4, 1e5)]
+        bounds = [private_bound(CONSTANTS, steps, batch) for steps in (1e2, 1e3, 1e4, 1e5)]
+        noises = [gdp_noise_multiplier(CONSTANTS.mu, batch, CONSTANTS.records, steps) for steps in (1e2, 1e3, 1e4, 1e5)]
         assert all(b < a for a, b in itertools.pairwise(bounds))
         assert all(b > a for a, b in itertools.pairwise(noises)), "although each step has more noise"
     for steps in (1e2, 1e4):
-        bounds = [private_bound(TASK, steps, batch) for batch in BATCHES]
+        bounds = [private_bound(CONSTANTS, steps, batch) for batch in BATCHES]
         assert all(b < a for a, b in itertools.pairwise(bounds))
 
 
 @pytest.mark.parametrize("name", ["loss_gap", "smoothness", "xi"])
 def test_a_better_start_helps(name: str) -> None:
-    better = dataclasses.replace(TASK, **{name: getattr(TASK, name) / 4})
-    assert private_bound(better, 1e4, 512) < private_bound(TASK, 1e4, 512)
+    better = dataclasses.replace(CONSTANTS, **{name: getattr(CONSTANTS, name) / 4})
+    assert private_bound(better, 1e4, 512) < private_bound(CONSTANTS, 1e4, 512)
 
 
 @pytest.mark.parametrize("steps", [100.0, 1e4, 1e6])
 @pytest.mark.parametrize("dimension", [1e3, 1e6])
 def test_best_learning_rate_is_the_minimiser(steps: float, dimension: float) -> None:
-    task = dataclasses.replace(TASK, dimension=dimension)
+    constants = dataclasses.replace(CONSTANTS, dimension=dimension)
     found = minimize_scalar(
-        lambda log: cost_of_rate(task, steps, math.exp(log)), bracket=(-1, 1), options={"xtol": 1e-10}
+        lambda log: cost_of_rate(constants, steps, math.exp(log)), bracket=(-1, 1), options={"xtol": 1e-10}
     )
-    assert best_learning_rate(task, steps) == pytest.approx(math.exp(found.x), rel=1e-5)
-    assert cost_of_rate(task, steps, best_learning_rate(task, steps)) * 2 / math.sqrt(steps) == pytest.approx(
-        leading_term(task, steps)
+    assert best_learning_rate(constants, steps) == pytest.approx(math.exp(found.x), rel=1e-5)
+    assert cost_of_rate(constants, steps, best_learning_rate(constants, steps)) * 2 / math.sqrt(steps) == pytest.approx(
+        leading_term(constants, steps)
     )
 
 
@@ -75,11 +75,11 @@ def test_best_learning_rate_by_the_exact_noise_hardly_depends_on_the_batch() -> 
     steps = 1e4
     found = []
     for batch in BATCHES:
-        sigma = gdp_noise_multiplier(TASK.mu, batch, TASK.records, steps)
-        noise = sigma**2 * TASK.dimension / batch**2
+        sigma = gdp_noise_multiplier(CONSTANTS.mu, batch, CONSTANTS.records, steps)
+        noise = sigma**2 * CONSTANTS.dimension / batch**2
         rates = np.geomspace(1e-3, 10, 40_001)
-        found.append(rates[(TASK.loss_gap / rates + rates * TASK.smoothness * (1 + noise)).argmin()])
-    assert found[2] == pytest.approx(best_learning_rate(TASK, steps), rel=0.01)
-    assert found[1] == pytest.approx(best_learning_rate(TASK, steps), rel=0.2)
-    law = [best_learning_rate(dataclasses.replace(TASK, mu=mu), steps) for mu in (0.1, 1.0, 10.0)]
+        found.append(rates[(CONSTANTS.loss_gap / rates + rates * CONSTANTS.smoothness * (1 + noise)).argmin()])
+    assert found[2] == pytest.approx(best_learning_rate(CONSTANTS, steps), rel=0.01)
+    assert found[1] == pytest.approx(best_learning_rate(CONSTANTS, steps), rel=0.2)
+    law = [best_learning_rate(dataclasses.replace(CONSTANTS, mu=mu), steps) for mu in (0.1, 1.0, 10.0)]
     assert law[0] < law[1] < law[2]

@@ -45,7 +45,7 @@ def test_rules_are_those_of_training(name: str) -> None:
 
 
 @pytest.mark.parametrize(("problem", "loss"), [(LOGISTIC, "logistic"), (MEAN, "mean")], ids=["logistic", "mean"])
-def test_gradients_are_derivatives_of_the_loss(problem: lazy_regions.Problem, loss: str) -> None:
+def test_gradients_are_derivatives_of_the_loss(problem: lazy_regions.ScalarProblem, loss: str) -> None:
     def value(theta: float) -> float:
         if isinstance(problem, lazy_regions.Mean):
             return float((0.5 * (theta - problem.x) ** 2).mean())
@@ -56,7 +56,9 @@ def test_gradients_are_derivatives_of_the_loss(problem: lazy_regions.Problem, lo
 
 
 @pytest.mark.parametrize(("problem", "rule", "tolerance"), CASES)
-def test_region_is_what_a_scan_finds(problem: lazy_regions.Problem, rule: rules.Rule, tolerance: float) -> None:
+def test_region_is_what_a_scan_finds(
+    problem: lazy_regions.ScalarProblem, rule: rules.ArrayRule, tolerance: float
+) -> None:
     grid = np.linspace(-4, 4, 401)
     values = np.array([clipped_mean(problem, rule, float(theta)) for theta in grid])
     assert (np.diff(values) >= -1e-12).all(), "one root at either end"

@@ -6,13 +6,12 @@ Removing a record compares x ~ (1 − q)·N(0, σ²) + q·N(1, σ²) with N(0, �
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import special
 
-Array = NDArray[np.float64]
+from clipless.arrays import Floats
 
 
-def deltas(sample_rate: float, noise_multiplier: float, removing: bool, epsilons: Array) -> Array:
+def deltas(sample_rate: float, noise_multiplier: float, removing: bool, epsilons: Floats) -> Floats:
     """The hockey-stick divergence of one step at each epsilon, in increasing order: the delta that each of them needs.
 
     >>> deltas(0.5, 1.0, True, np.array([-1.0, 0.0, 1.0])).round(4)

@@ -7,10 +7,9 @@ divergence of order α is log A(α) / (α − 1). Mironov, Talwar and Zhang, arX
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import special
 
-Array = NDArray[np.float64]
+from clipless.arrays import Floats
 
 MAX_TERMS = 1000
 NEGLIGIBLE = 30.0
@@ -29,7 +28,7 @@ def divergence(sample_rate: float, noise_multiplier: float, order: float) -> flo
     return log_a / (order - 1)
 
 
-def _log_binomials(order: float, i: Array) -> Array:
+def _log_binomials(order: float, i: Floats) -> Floats:
     return np.asarray(special.gammaln(order + 1) - special.gammaln(i + 1) - special.gammaln(order - i + 1))
 
 

@@ -14,6 +14,7 @@ from clipless.accounting.composition import RepeatedLoss, composed, epsilon_at, 
 from clipless.accounting.gaussian import gaussian_epsilon
 from clipless.accounting.rdp import rdp_epsilon
 from clipless.accounting.release import Release
+from clipless.arrays import Floats
 
 MAX_POINTS = 80_000
 POINTS_PER_STDDEV = 16
@@ -130,7 +131,7 @@ def _above(release: Release, delta: float) -> float:
     return min(TAIL_SHARE * delta / (release.sample_rate * _rounded_up(release.steps)), 1e-5)
 
 
-def _shares(release: Release, delta: float) -> tuple[projections.Shares, projections.Array, float]:
+def _shares(release: Release, delta: float) -> tuple[projections.Shares, Floats, float]:
     """The random sensitivities of a step with projections, the multiplier at each, and `_above`."""
     beyond = min(PROJECTION_SHARE * delta / (release.sample_rate * _rounded_up(release.steps)), 1e-5)
     found = projections.shares(release.projections, beyond)

@@ -12,12 +12,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import special
 
 from clipless.accounting import losses
-
-Array = NDArray[np.float64]
+from clipless.arrays import Floats
 
 GRID = 160
 # Shares below the least point of the grid have this probability, and are rounded up to it.
@@ -27,12 +25,12 @@ BELOW = 1e-3
 class Shares(NamedTuple):
     """The law of S on a grid, rounded up: `weights[k]` on `values[k]`, in increasing order, and `beyond` above them all."""
 
-    values: Array
-    weights: Array
+    values: Floats
+    weights: Floats
     beyond: float
 
 
-def exceeds(projections: int, share: Array | float) -> Array:
+def exceeds(projections: int, share: Floats | float) -> Floats:
     """The probability that S is above a share: that χ²_r is below r/share².
 
     >>> round(float(exceeds(2, 1.0)), 4)
@@ -55,13 +53,13 @@ def shares(projections: int, beyond: float) -> Shares:
     return Shares(values, np.maximum(weights, 0.0), float(above[-1]))
 
 
-def multipliers(values: Array, gradient: float, statistic: float) -> Array:
+def multipliers(values: Floats, gradient: float, statistic: float) -> Floats:
     """The noise multiplier of a step, gradient and statistic together, at each share S of the gradient's sensitivity."""
     return np.asarray(((values / gradient) ** 2 + statistic**-2.0) ** -0.5)
 
 
 def loss_range(
-    rate: float, found: Shares, noise: Array, removing: bool, below: float, above: float
+    rate: float, found: Shares, noise: Floats, removing: bool, below: float, above: float
 ) -> tuple[float, float]:
     """Losses that a step falls below or exceeds with about these probabilities; see `losses.loss_range`."""
     likely = np.concatenate([[1.0], 1 - np.cumsum(found.weights)[:-1]]) >= below
@@ -69,7 +67,7 @@ def loss_range(
     return min(lows), float(_highest(rate, found, noise, removing, above).max())
 
 
-def deltas(rate: float, found: Shares, noise: Array, removing: bool, above: float, epsilons: Array) -> Array:
+def deltas(rate: float, found: Shares, noise: Floats, removing: bool, above: float, epsilons: Floats) -> Floats:
     """An upper bound on the hockey-stick divergence of one step at each epsilon, in increasing order.
 
     What lies beyond the grid is counted as released in clear where the record is in the batch. At shares for which an
@@ -89,7 +87,7 @@ def deltas(rate: float, found: Shares, noise: Array, removing: bool, above: floa
     return np.asarray(np.minimum(total, 1.0))
 
 
-def _highest(rate: float, found: Shares, noise: Array, removing: bool, above: float) -> Array:
+def _highest(rate: float, found: Shares, noise: Floats, removing: bool, above: float) -> Floats:
     """For each share the loss that is exceeded with at most the probability that is left to it: more for rare ones."""
     each = np.minimum(above / (len(noise) * np.maximum(found.weights, 1e-300)), 1e-2)
     pairs = zip(noise, np.maximum(each, above), strict=True)

@@ -67,7 +67,7 @@ class AuditSettings:
         Canaries(self.canaries, self.kind)
 
 
-Report = Callable[[str, float], None]
+OnGame = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Audit:
 
 
 def audit(
-    data: Data, settings: TrainingSettings, how: AuditSettings, on_progress: Report = lambda game, done: None
+    data: Data, settings: TrainingSettings, how: AuditSettings, on_progress: OnGame = lambda game, done: None
 ) -> Audit:
     """Play the games on copies of this configuration. `on_progress` gets the game and the fraction of it that is done.
 
@@ -185,12 +185,12 @@ def _plan(settings: TrainingSettings, records: int) -> PrivacyPlan:
     return private.plan
 
 
-Rows = Iterator[tuple[dict[str, Any], list[str]]]
+GameRows = Iterator[tuple[dict[str, Any], list[str]]]
 
 
 def _step(
-    data: Data, settings: TrainingSettings, how: AuditSettings, plan: PrivacyPlan, confidence: float, report: Report
-) -> Rows:
+    data: Data, settings: TrainingSettings, how: AuditSettings, plan: PrivacyPlan, confidence: float, report: OnGame
+) -> GameRows:
     """A full batch with the configuration's clipping, noise and multiplier: what a record does where it takes part."""
     game = StepGame(
         settings.clipping, plan.noise_multiplier, noise=settings.noise, seed=settings.seed, delta=plan.delta
@@ -207,8 +207,8 @@ def _step(
 
 
 def _runs(
-    data: Data, settings: TrainingSettings, how: AuditSettings, plan: PrivacyPlan, confidence: float, report: Report
-) -> Rows:
+    data: Data, settings: TrainingSettings, how: AuditSettings, plan: PrivacyPlan, confidence: float, report: OnGame
+) -> GameRows:
     """Complete trainings of a tiny model with the configuration's clipping, noise and multiplier."""
     rate, steps = max(plan.sample_rate, RUN_RATE), min(plan.steps, RUN_STEPS)
     step = StepGame(settings.clipping, plan.noise_multiplier, rate, 2, 16, settings.noise, settings.seed, plan.delta)
@@ -223,8 +223,8 @@ def _runs(
 
 
 def _one_run(
-    data: Data, settings: TrainingSettings, how: AuditSettings, plan: PrivacyPlan, confidence: float, report: Report
-) -> Rows:
+    data: Data, settings: TrainingSettings, how: AuditSettings, plan: PrivacyPlan, confidence: float, report: OnGame
+) -> GameRows:
     """One training of the configuration on its own data and on canaries."""
     choice = settings.optimizer_for(data)
     lr = choice.lr if settings.lr is None else settings.lr
@@ -280,7 +280,7 @@ def _composed(
     }
 
 
-def _counter(report: Report, game: str, total: int) -> Callable[[], None]:
+def _counter(report: OnGame, game: str, total: int) -> Callable[[], None]:
     done = 0
 
     def count() -> None:

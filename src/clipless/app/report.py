@@ -13,7 +13,7 @@ KEY_NOTE = "holds the key of all noise after it: whoever has it can subtract tha
 
 
 @dataclass(frozen=True)
-class Reading:
+class RunReport:
     """The files of a run: its ledger, its `run.json`, or both."""
 
     path: Path
@@ -61,13 +61,13 @@ class Reading:
         return {**self.record.get("not_private", {}), **checkpoint}
 
 
-def read_run(path: Path, head: str | None = None) -> Reading:
+def read_run(path: Path, head: str | None = None) -> RunReport:
     """The run in a folder, or a ledger file. With `head`, the ledger must contain everything up to that hash.
 
     Raises `DamagedFile` for a ledger that is damaged or edited, or shorter than `run.json` says.
     """
     if not path.is_dir():
-        return Reading(path, read_ledger(path, head=head, torn=True), {})
+        return RunReport(path, read_ledger(path, head=head, torn=True), {})
     folder = RunFolder(path)
     file, record = folder.read_ledger(), folder.read_record()
     if file is None and (record is None or "plan" not in record):
@@ -81,4 +81,4 @@ def read_run(path: Path, head: str | None = None) -> Reading:
     named = (record or {}).get("ledger_file") or {}
     if file and record and named.get("run") != file.run:
         record = None
-    return Reading(path, file, record or {})
+    return RunReport(path, file, record or {})

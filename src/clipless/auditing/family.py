@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 from dp_accounting.pld import privacy_loss_distribution
 from scipy import special
 
 from clipless.accounting import ACCOUNTANTS, StepEvent
-
-Floats = npt.NDArray[np.float64]
+from clipless.arrays import Floats
 
 EPSILONS = np.concatenate([[0.0], np.geomspace(0.01, 40, 80)])
 LESS, MORE = 8.0, 64.0

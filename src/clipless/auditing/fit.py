@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy import stats
 
-Floats = npt.NDArray[np.float64]
-Whole = npt.NDArray[np.int64]
+from clipless.arrays import Floats, Integers
 
 LEAST_STDDEV = 1e-6
 MOST_STEPS = 400
@@ -27,7 +25,7 @@ class Finding:
     meaning: str
 
 
-def gaussian_fit(residuals: Floats, groups: Whole) -> tuple[Finding, ...]:
+def gaussian_fit(residuals: Floats, groups: Integers) -> tuple[Finding, ...]:
     """Tests of residuals [steps, coordinates], noise over its claimed standard deviation; `groups` names each coordinate's.
 
     Mean and variance in every group, the shape of the distribution, the spread of the steps' sizes, and correlation
@@ -36,7 +34,7 @@ def gaussian_fit(residuals: Floats, groups: Whole) -> tuple[Finding, ...]:
     return tuple(_tests(residuals, groups))
 
 
-def _tests(residuals: Floats, groups: Whole) -> Iterator[Finding]:
+def _tests(residuals: Floats, groups: Integers) -> Iterator[Finding]:
     for group in np.unique(groups):
         yield from _moments(f"group {group}", residuals[:, groups == group].ravel())
     if float(residuals.std()) < LEAST_STDDEV:  # no noise: nothing to compute correlations of
@@ -77,6 +75,6 @@ def _correlation(between: str, rows: Floats) -> Finding:
     return Finding(f"correlation of {between}", largest, min(1.0, each * number * (number - 1) / 2), meaning)
 
 
-def _spread(steps: int, most: int) -> Whole:
+def _spread(steps: int, most: int) -> Integers:
     """At most so many steps, evenly from all: a stream that repeats after a resume repeats at a large distance."""
     return np.unique(np.linspace(0, steps - 1, min(steps, most)).astype(np.int64))

@@ -1,6 +1,6 @@
 """The step game on any small model: releases with and without one given record, told apart by a direction that is learned.
 
-Where the probe knows which way its record pulls, this game does not need to: the direction is the difference of the mean
+In the canary model the direction of a record's gradient is known. Here it is learned: it is the difference of the mean
 releases of the first third. So it also sees a record that acts through others, as in a batch norm.
 """
 
@@ -8,19 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import clipless
 from clipless.arguments import whole
+from clipless.arrays import Floats
 from clipless.auditing.step_game import Releases
 from clipless.auditing.watching import Watcher
 from clipless.clipping import Clipping
 from clipless.errors import InvalidArgument
 
-Floats = npt.NDArray[np.float64]
 LEARNING = 1 / 3
 
 

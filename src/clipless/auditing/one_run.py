@@ -21,13 +21,13 @@ from torch.utils.data import TensorDataset
 
 import clipless
 from clipless.arguments import named, whole
-from clipless.auditing.probe import worst_norms
+from clipless.arrays import Floats
+from clipless.auditing.canary_model import worst_norms
 from clipless.auditing.run_game import log_likelihood
 from clipless.auditing.watching import Watcher
 from clipless.errors import InvalidArgument
 from clipless.plan import PrivacyPlan
 
-Floats = npt.NDArray[np.float64]
 KINDS = ("crafted", "random")
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special, stats
 
+from clipless.arrays import Floats
 from clipless.auditing.family import SampledGaussian
 from clipless.errors import InvalidArgument
-
-Floats = npt.NDArray[np.float64]
 
 # The threshold is chosen on a fifth of the scores: 2000 at most, 200 at least, but never more than half.
 CHOOSING, MOST_CHOOSING, LEAST_CHOOSING = 0.2, 2000, 200

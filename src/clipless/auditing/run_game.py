@@ -4,24 +4,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from clipless.arguments import whole
+from clipless.arrays import Floats
+from clipless.auditing.canary_model import CanaryModel
 from clipless.auditing.family import SampledGaussian
-from clipless.auditing.probe import Probe
 from clipless.auditing.rates import plain_epsilon, rates
 from clipless.auditing.step_game import StepGame, attached, slots
 from clipless.auditing.verdict import CONFIDENCE, Verdict
 from clipless.auditing.watching import Watcher
 from clipless.plan import PrivacyPlan
 
-Floats = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class RunGame:
-    """Trainings of `steps` steps of the probe, each with `step.canaries` records in and as many out."""
+    """Trainings of `steps` steps of the canary model, each with `step.canaries` records in and as many out."""
 
     step: StepGame = field(default_factory=lambda: StepGame(sample_rate=0.25, canaries=16))
     steps: int = 8
@@ -76,7 +74,7 @@ def play_runs(game: RunGame, trainings: int, on_training: Callable[[], None] = l
 def _train(game: RunGame, number: int) -> tuple[Floats, Floats, PrivacyPlan]:
     """The scores of every slot after one training, by its final weights and by its gradients, and the plan."""
     step = game.step
-    model = Probe(step.layers, 2 * step.canaries)
+    model = CanaryModel(step.layers, 2 * step.canaries)
     records, weights = slots(step, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=game.lr)
     before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -16,14 +15,12 @@ from torch.utils.data import TensorDataset
 
 import clipless
 from clipless.arguments import whole
-from clipless.auditing.probe import Probe, along, worst_norms
+from clipless.arrays import Floats, Integers
+from clipless.auditing.canary_model import CanaryModel, along, worst_norms
 from clipless.auditing.watching import Watcher, replayed_states, thresholds_follow
 from clipless.clipping import Clipping, as_clipping
 from clipless.errors import InvalidArgument
 from clipless.thresholds import Setting, State
-
-Floats = npt.NDArray[np.float64]
-Whole = npt.NDArray[np.int64]
 
 CANARIES = 64
 # A run keeps the statistics of about so many steps, from which its thresholds are computed again: longer games take several.
@@ -71,7 +68,7 @@ class Releases:
     inside: Floats
     outside: Floats
     noise: Floats
-    groups: Whole
+    groups: Integers
     thresholds_follow: bool
     noise_multiplier: float
     sample_rate: float
@@ -114,7 +111,7 @@ def _joined(first: Releases, second: Releases) -> Releases:
 
 def _many_canaries(game: StepGame, steps: int, on_step: Callable[[], None]) -> Releases:
     """One half of the slots holds canaries, the other records of zero gradient: adding or removing one, slot by slot."""
-    model = Probe(game.layers, 2 * game.canaries + SPARE)
+    model = CanaryModel(game.layers, 2 * game.canaries + SPARE)
     records, weights = slots(game, model)
     run = _run(game, model, records, steps, on_step)
     scores = np.einsum("l,tlc->tc", weights, run.gradients)
@@ -130,7 +127,7 @@ def _many_canaries(game: StepGame, steps: int, on_step: Callable[[], None]) -> R
     )
 
 
-def slots(game: StepGame, model: Probe) -> tuple[Tensor, Floats]:
+def slots(game: StepGame, model: CanaryModel) -> tuple[Tensor, Floats]:
     """The records of a data set with canaries in the first half of its slots, and the weights of the layers in a score."""
     reach, weights = _direction(game, model)
     records = torch.zeros(2 * game.canaries, game.layers, model.width)
@@ -141,7 +138,7 @@ def slots(game: StepGame, model: Probe) -> tuple[Tensor, Floats]:
 
 def _one_canary(game: StepGame, steps: int, present: bool, on_step: Callable[[], None]) -> Releases:
     """A data set of one record of zero gradient, and the canary if `present`; the joint score of gradient and statistic."""
-    model = Probe(game.layers, 1 + SPARE)
+    model = CanaryModel(game.layers, 1 + SPARE)
     reach, weights = _direction(game, model)
     records = torch.zeros(2 if present else 1, game.layers, model.width)
     if present:
@@ -186,7 +183,7 @@ def _statistics(
     return np.stack(residuals), np.stack(directions)
 
 
-def _direction(game: StepGame, model: Probe) -> tuple[Tensor, Floats]:
+def _direction(game: StepGame, model: CanaryModel) -> tuple[Tensor, Floats]:
     """How far the canary reaches in each layer, and the weights of the layers in the best score, of length 1."""
     clipping = as_clipping(game.clipping)
     groups = model.groups(clipping)
@@ -208,10 +205,12 @@ class _Run:
     private: clipless.Private
     gradients: Floats
     thresholds: list[Tensor]
-    group_of: Whole
+    group_of: Integers
 
 
-def _run(game: StepGame, model: Probe, records: Tensor, steps: int, on_step: Callable[[], None], seed: int = 0) -> _Run:
+def _run(
+    game: StepGame, model: CanaryModel, records: Tensor, steps: int, on_step: Callable[[], None], seed: int = 0
+) -> _Run:
     """Release `steps` times; weights stay as they are, so that every release is one of the same mechanism."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     private = attached(game, model, optimizer, records, steps, seed)
@@ -236,9 +235,9 @@ def _run(game: StepGame, model: Probe, records: Tensor, steps: int, on_step: Cal
 
 
 def attached(
-    game: StepGame, model: Probe, optimizer: torch.optim.Optimizer, records: Tensor, steps: int, seed: int
+    game: StepGame, model: CanaryModel, optimizer: torch.optim.Optimizer, records: Tensor, steps: int, seed: int
 ) -> clipless.Private:
-    """A private run of the probe on these records, before its first step."""
+    """A private run of the canary model on these records, before its first step."""
     batch = round(game.sample_rate * len(records))
     if not 0 < batch <= len(records):
         raise InvalidArgument(

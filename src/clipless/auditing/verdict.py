@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from clipless.arrays import Floats
 from clipless.auditing.family import SampledGaussian
 from clipless.auditing.fit import Finding, gaussian_fit
 from clipless.auditing.one_run_bounds import mahloujifar_epsilon, steinke_epsilon
 from clipless.auditing.rates import LEAST_SCORES, Rates, gaussian_pair_mu, plain_epsilon, rates
 from clipless.auditing.step_game import Releases
 
-Floats = npt.NDArray[np.float64]
 Coins = npt.NDArray[np.bool_]
 
 FALSE_ALARMS = 1e-6

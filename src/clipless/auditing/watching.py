@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from clipless.arrays import Floats
 from clipless.private import Private
 from clipless.thresholds import State
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass

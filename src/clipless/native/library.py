@@ -21,7 +21,7 @@ POINTER, COUNT = ctypes.c_void_p, ctypes.c_int64
 # Work that takes longer than it takes to wake a thread, in bytes that are read or written.
 WORTH_A_THREAD = 2**17
 
-Form = TypeVar("Form")
+Native = TypeVar("Native")
 
 _FORKED: list[bool] = []
 if hasattr(os, "register_at_fork"):
@@ -41,11 +41,11 @@ def function(library: Path, name: str, *arguments: type) -> Callable[..., None] 
 
 
 def checked(
-    build: Callable[[Path], Form | None],
-    pairs: Callable[[Form], Iterable[tuple[Tensor, Tensor]]],
+    build: Callable[[Path], Native | None],
+    pairs: Callable[[Native], Iterable[tuple[Tensor, Tensor]]],
     rtol: float = 0.0,
     atol: float = 0.0,
-) -> Callable[..., Form | None]:
+) -> Callable[..., Native | None]:
     """A function that returns the compiled form of a library, by default the package's, or None.
 
     None means that the library is missing, that it has no such function, or that it computes something else: `pairs` gives
@@ -55,7 +55,7 @@ def checked(
     """
 
     @functools.cache
-    def load(library: Path = LIBRARY) -> Form | None:
+    def load(library: Path = LIBRARY) -> Native | None:
         form = build(library)
         if form is None:
             return None

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from clipless.arrays import Floats
 from clipless.noise.keys import words
 
 Words = npt.NDArray[np.uint64]
-Floats = npt.NDArray[np.float64]
 # Numbers made together: number i and number PAIRS + i are the coordinates of one point.
 PAIRS = 512
 CHUNK = 2 * PAIRS

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from clipless.arrays import Floats
 from clipless.errors import InvalidArgument, InvalidType
 
-Floats = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
 SUM_TOLERANCE = 0.01
 

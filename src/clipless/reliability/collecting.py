@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from clipless.arrays import Floats
 from clipless.errors import InvalidArgument, Misuse
-from clipless.reliability.checks import Floats, Labels
+from clipless.reliability.checks import Labels
 
 if TYPE_CHECKING:
     from torch import nn

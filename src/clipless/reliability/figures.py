@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from clipless.arguments import named, whole
+from clipless.arrays import Floats
 from clipless.errors import InvalidArgument, MissingLibrary
-from clipless.reliability.checks import Floats, Labels, checked
+from clipless.reliability.checks import Labels, checked
 from clipless.reliability.metrics import confidence_and_correctness, sorted_into, true_class_probability
 from clipless.reliability.reporting import ORIGINS
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from clipless.arguments import whole
-from clipless.reliability.checks import Floats, Labels, checked
+from clipless.arrays import Floats
+from clipless.reliability.checks import Labels, checked
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize_scalar
 
+from clipless.arrays import Floats
 from clipless.errors import InvalidArgument
 
-Floats = npt.NDArray[np.float64]
 LEAST_RATIO, MOST_RATIO = 1.0, 1e9
 
 

@@ -8,10 +8,9 @@ The theorems are derived here from these definitions; the paper's own statement 
 import numpy as np
 import numpy.typing as npt
 
+from clipless.arrays import Floats
 from clipless.errors import InvalidArgument
 from clipless.theory.rules import abadi
-
-Floats = npt.NDArray[np.float64]
 
 
 def variance(threshold: npt.ArrayLike, noise_multiplier: float, dimension: float, batch: float) -> Floats:

@@ -6,11 +6,9 @@ products are positive it is AUTO-V.
 """
 
 import numpy as np
-import numpy.typing as npt
 
-from clipless.theory.rules import Rule, auto_v
-
-Floats = npt.NDArray[np.float64]
+from clipless.arrays import Floats
+from clipless.theory.rules import ArrayRule, auto_v
 
 
 def dot_products(gradients: Floats) -> Floats:
@@ -30,13 +28,13 @@ def progress(gradients: Floats, factors: Floats, threshold: float = 1.0) -> floa
     return float(factors @ along / (best_factors(gradients, threshold) @ along))
 
 
-def distance_from_best(gradients: Floats, rule: Rule, threshold: float = 1.0) -> float:
+def distance_from_best(gradients: Floats, rule: ArrayRule, threshold: float = 1.0) -> float:
     """The mean of |c_i − c_i*|·‖g_i‖/R: how much of a record's allowance the rule uses otherwise than the best factors."""
     norms = np.linalg.norm(gradients, axis=1)
     return float((np.abs(rule(norms, threshold) - best_factors(gradients, threshold)) * norms).mean() / threshold)
 
 
-def norms_after(norms: Floats, rule: Rule, threshold: float = 1.0) -> Floats:
+def norms_after(norms: Floats, rule: ArrayRule, threshold: float = 1.0) -> Floats:
     """The norms of the clipped gradients, c_i‖g_i‖."""
     found: Floats = rule(norms, threshold) * norms
     return found

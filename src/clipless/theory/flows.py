@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.integrate import solve_ivp
 
 from clipless.arguments import named
+from clipless.arrays import Floats
 from clipless.errors import InvalidArgument
 
-Floats = npt.NDArray[np.float64]
 Field = Callable[[Floats], Floats]
 SOON = 1e-4
 

@@ -8,13 +8,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import brentq
 
+from clipless.arrays import Floats
 from clipless.errors import InvalidArgument
-from clipless.theory.rules import Rule, abadi, auto_s, auto_v, no_clipping
+from clipless.theory.rules import ArrayRule, abadi, auto_s, auto_v, no_clipping
 
-Floats = npt.NDArray[np.float64]
 FARTHEST = 30.0
 
 
@@ -45,7 +44,7 @@ class Mean:
         return theta - self.x
 
 
-Problem = LogisticBias | Mean
+ScalarProblem = LogisticBias | Mean
 
 
 def logistic_problem(count: int = 10_000, seed: int = 0) -> LogisticBias:
@@ -59,20 +58,20 @@ def mean_problem(count: int = 10_000, seed: int = 0) -> Mean:
     return Mean(np.random.default_rng(seed).normal(np.repeat([4.0, -4.0], count // 2)))
 
 
-LOGISTIC_RULES: dict[str, Rule] = {"abadi": abadi, "auto-v": auto_v, "auto-s": auto_s(0.01)}
-MEAN_RULES: dict[str, Rule] = {"abadi": abadi, "auto-v": auto_v, "auto-s": auto_s(0.1)}
+LOGISTIC_RULES: dict[str, ArrayRule] = {"abadi": abadi, "auto-v": auto_v, "auto-s": auto_s(0.01)}
+MEAN_RULES: dict[str, ArrayRule] = {"abadi": abadi, "auto-v": auto_v, "auto-s": auto_s(0.1)}
 THRESHOLD = 0.01
 # At these the regions of Abadi's rule are those that the paper names, [-2, 2] and (-1, 1).
 LOGISTIC_TOLERANCE, MEAN_TOLERANCE = 0.01, 0.001
 
 
-def clipped_mean(problem: Problem, rule: Rule, theta: float, threshold: float = THRESHOLD) -> float:
+def clipped_mean(problem: ScalarProblem, rule: ArrayRule, theta: float, threshold: float = THRESHOLD) -> float:
     """The mean of c_i g_i at θ, in units of R: between −1 and 1 whatever the rule."""
     gradients = problem.gradients(theta)
     return float((rule(np.abs(gradients), threshold) * gradients).mean() / threshold)
 
 
-def plain_mean(problem: Problem, theta: float) -> float:
+def plain_mean(problem: ScalarProblem, theta: float) -> float:
     """The mean gradient at θ without clipping."""
     return clipped_mean(problem, no_clipping, theta, 1.0)
 
@@ -90,7 +89,7 @@ class LazyRegion:
         return self.high - self.low
 
 
-def lazy_region(problem: Problem, rule: Rule, tolerance: float, threshold: float = THRESHOLD) -> LazyRegion:
+def lazy_region(problem: ScalarProblem, rule: ArrayRule, tolerance: float, threshold: float = THRESHOLD) -> LazyRegion:
     """The interval of θ in which the clipped gradient is at most `tolerance`·R in size, by bracketing roots.
 
     In both problems the clipped gradient never falls with θ, so there is one root at either end, or none. Ends are good to

@@ -15,13 +15,11 @@ from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 from scipy.integrate import solve_ivp
 
+from clipless.arrays import Floats
 from clipless.theory.facts import Matrix, matrix
-from clipless.theory.rules import Rule
-
-Floats = npt.NDArray[np.float64]
+from clipless.theory.rules import ArrayRule
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def kernels(jacobians: list[Floats]) -> list[Floats]:
 
 
 def factors(
-    layer_kernels: list[Floats], residuals: Floats, rule: Rule, thresholds: tuple[float, ...], layerwise: bool
+    layer_kernels: list[Floats], residuals: Floats, rule: ArrayRule, thresholds: tuple[float, ...], layerwise: bool
 ) -> list[Floats]:
     """The clipping factors [N] of each layer; flat clipping has one threshold and the same factors in all."""
     squares = [np.diag(kernel) * residuals**2 for kernel in layer_kernels]
@@ -106,7 +104,7 @@ def least_quadratic_form(kernel: Floats) -> float:
 def residual_flow(
     layer_kernels: list[Floats],
     start: Floats,
-    rule: Rule,
+    rule: ArrayRule,
     thresholds: tuple[float, ...],
     layerwise: bool,
     times: Floats,

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Rule = Callable[[Floats, float], Floats]
+from clipless.arrays import Floats
+
+ArrayRule = Callable[[Floats, float], Floats]
 
 
 def abadi(norms: Floats, threshold: float) -> Floats:
@@ -20,12 +20,12 @@ def auto_v(norms: Floats, threshold: float) -> Floats:
     return np.divide(threshold, norms, out=np.zeros(norms.shape), where=norms > 0)
 
 
-def auto_s(gamma: float = 0.01) -> Rule:
+def auto_s(gamma: float = 0.01) -> ArrayRule:
     """R/(‖g‖ + γ)."""
     return lambda norms, threshold: threshold / (np.asarray(norms, float) + gamma)
 
 
-def global_(cutoff: float) -> Rule:
+def global_(cutoff: float) -> ArrayRule:
     """R/Z up to the cutoff Z, and 0 above."""
     return lambda norms, threshold: np.where(np.asarray(norms) <= cutoff, threshold / cutoff, 0.0)
 
@@ -35,6 +35,6 @@ def no_clipping(norms: Floats, threshold: float) -> Floats:
     return np.ones(np.shape(norms))
 
 
-def named_rules(gamma: float = 0.01, cutoff: float = 1.0) -> dict[str, Rule]:
+def named_rules(gamma: float = 0.01, cutoff: float = 1.0) -> dict[str, ArrayRule]:
     """The four rules by the names that `clipping=` takes."""
     return {"abadi": abadi, "auto-v": auto_v, "auto-s": auto_s(gamma), "global": global_(cutoff)}

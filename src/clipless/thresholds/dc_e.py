@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
+from clipless.arrays import Floats
 from clipless.thresholds.histogram import Histogram
 from clipless.thresholds.policy import LEAST, MOST, Setting, State, shared_out
 
 # NumPy arrays: a single torch call takes longer than all that is computed here for a group.
-Floats = npt.NDArray[np.float64]
 CANDIDATES = np.arange(1, 21) / 10
 MOST_ROUNDS = 64
 

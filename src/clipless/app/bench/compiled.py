@@ -18,7 +18,7 @@ from clipless.app.bench.machine import described
 from clipless.app.bench.made_up import MadeUp, private_steps
 from clipless.app.bench.problems import PROBLEMS, TINY_PROBLEMS, Problem
 from clipless.app.bench.timing import interleave
-from clipless.app.bench.ways import WAYS, Batch, Runner
+from clipless.app.bench.ways import WAYS, InputsAndLabels, Runner
 from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
 from clipless.gradients.layers import norm_sums
@@ -110,7 +110,7 @@ def measured(name: str, model: str, rounds: int, tiny: bool = False) -> Gain:
     def way(*off: Callable[[], AbstractContextManager[Any]]) -> Runner:
         """Switches outside the time that is measured, and draws inside."""
 
-        def switch() -> Batch:
+        def switch() -> InputsAndLabels:
             switched.close()
             for each in off:
                 switched.enter_context(each())

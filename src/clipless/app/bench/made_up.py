@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from clipless.app.bench.problems import Problem
-from clipless.app.bench.ways import MANY_STEPS, NOISE_MULTIPLIER, SEED, Batch, Runner, train_step
+from clipless.app.bench.ways import MANY_STEPS, NOISE_MULTIPLIER, SEED, InputsAndLabels, Runner, train_step
 from clipless.clipping import Clipping
 from clipless.private import make_private
 
 
-class MadeUp(Dataset[Batch]):
+class MadeUp(Dataset[InputsAndLabels]):
     """`size` records of so many features and of two classes, the same whenever they are asked for.
 
     >>> x, y = MadeUp(10**8, features=3)[99_999_999]
@@ -28,11 +28,11 @@ class MadeUp(Dataset[Batch]):
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, number: int) -> Batch:
+    def __getitem__(self, number: int) -> InputsAndLabels:
         x, y = self.__getitems__([number])
         return x[0], y[0]
 
-    def __getitems__(self, numbers: Sequence[int]) -> Batch:
+    def __getitems__(self, numbers: Sequence[int]) -> InputsAndLabels:
         """All these records at once, as a batch."""
         which = torch.as_tensor(numbers)
         return torch.outer(which.double(), self._frequencies).sin_().float(), which % 2
@@ -48,7 +48,7 @@ def plain_steps(problem: Problem, data: MadeUp) -> Runner:
     model, _, _ = problem.make(SEED)
     generator = torch.Generator().manual_seed(SEED)
 
-    def draw() -> Batch:
+    def draw() -> InputsAndLabels:
         numbers: list[int] = torch.randint(len(data), (problem.batch,), generator=generator).tolist()
         return data.__getitems__(numbers)
 
@@ -70,14 +70,16 @@ def private_steps(problem: Problem, data: MadeUp, clipping: Clipping) -> Runner:
     )
     batches = iter(private.loader.microbatches(len(data)))
 
-    def draw() -> Batch:
+    def draw() -> InputsAndLabels:
         (batch,) = next(batches)
         return batch
 
     return _runner(draw, partial(train_step, problem, model, optimizer), private.detach)
 
 
-def _runner(draw: Callable[[], Batch], step: Callable[[Tensor, Tensor], None], close: Callable[[], None]) -> Runner:
+def _runner(
+    draw: Callable[[], InputsAndLabels], step: Callable[[Tensor, Tensor], None], close: Callable[[], None]
+) -> Runner:
     """Drawing is part of the step: it is what may grow with the data."""
     nothing = torch.empty(0)
     return Runner(lambda: (nothing, nothing), lambda _x, _y: step(*draw()), close)

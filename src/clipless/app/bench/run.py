@@ -12,7 +12,8 @@ from clipless.app.bench.problems import LEARNING_RATE, PROBLEMS, TINY_PROBLEMS, 
 from clipless.app.bench.results import FAILED, UNSUPPORTED, BenchResult, ModelResult, WayResult
 from clipless.app.bench.timing import Series, interleave
 from clipless.app.bench.ways import NOISE_MULTIPLIER, OPACUS, PLAIN, WAYS, Runner
-from clipless.app.bench.work import SCALING_MS, OnProgress, Pilot, Work, pilot
+from clipless.app.bench.work import SCALING_MS, Pilot, ProgressCounter, pilot
+from clipless.app.progress import OnProgress
 from clipless.app.threads import torch_threads
 from clipless.arguments import unknown_name, whole
 from clipless.errors import InvalidArgument
@@ -81,7 +82,7 @@ def run(settings: BenchSettings, report: OnProgress, keep: Callable[[BenchResult
             settings=settings.to_dict(),
         )
         pilots = {name: pilot(settings.problem(name)) for name in settings.models}
-        work = Work(_total(settings, pilots), report)
+        work = ProgressCounter(_total(settings, pilots), report)
         for name in settings.models:
             measured = measure(settings, name, pilots[name], work)
             result = replace(result, models={**result.models, name: measured})
@@ -108,7 +109,7 @@ def _total(settings: BenchSettings, pilots: Mapping[str, Pilot]) -> float:
     return steps + curves + (processes if settings.memory else 0.0)
 
 
-def measure(settings: BenchSettings, name: str, size: Pilot, work: Work) -> ModelResult:
+def measure(settings: BenchSettings, name: str, size: Pilot, work: ProgressCounter) -> ModelResult:
     """All ways of one model. Only a few are in memory at a time, always together with plain training."""
     problem, load = settings.problem(name), machine.load_average()
     found: dict[str, WayResult] = {PLAIN: WayResult()}

@@ -33,7 +33,7 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """A model and its batch. `trained` are the numbers that are trained; `blocks` are gathered one at a time; the largest
     parameter is a third of a block."""
 
@@ -46,52 +46,52 @@ class Work:
 
 DEVICES = (Devices(8, 1.5e14, 2e11, 0.1), Devices(1024, 1.5e14, 2e10, 0.1))
 SIZES = (("100 M", 1e8), ("1 B", 1e9), ("10 B", 1e10))
-WORK = tuple(
-    Work(f"{name}, {kind}", size, size * share)
+WORKLOADS = tuple(
+    Workload(f"{name}, {kind}", size, size * share)
     for name, size in SIZES
     for kind, share in (("full", 1.0), ("LoRA", 0.003))
 )
 
 
-def state_bytes(work: Work, devices: int, form: str) -> float:
+def state_bytes(workload: Workload, devices: int, form: str) -> float:
     """Parameters, released gradient, two moments of Adam and the clipped sum that one device holds; of a sharded model also
     the block that is together, and the whole sum of one parameter.
 
-    >>> state_bytes(Work("", 1e9, 1e9), 8, "data parallel") / 1e9
+    >>> state_bytes(Workload("", 1e9, 1e9), 8, "data parallel") / 1e9
     20.0
     """
-    held = NUMBER * (work.parameters + 4 * work.trained)
+    held = NUMBER * (workload.parameters + 4 * workload.trained)
     if form == FORMS[0]:
         return held
-    return held / devices + NUMBER * (work.parameters + work.trained / 3) / work.blocks
+    return held / devices + NUMBER * (workload.parameters + workload.trained / 3) / workload.blocks
 
 
-def checked_bytes(work: Work, devices: int, form: str) -> float:
+def checked_bytes(workload: Workload, devices: int, form: str) -> float:
     """The same in a step that checks itself: a copy of the parameters and two unclipped sums besides. A sharded model is put
     together for that."""
-    extra = NUMBER * (work.parameters + 2 * work.trained)
+    extra = NUMBER * (workload.parameters + 2 * workload.trained)
     if form == FORMS[0]:
-        return state_bytes(work, devices, form) + extra
-    return state_bytes(work, devices, form) + extra / devices + NUMBER * work.parameters
+        return state_bytes(workload, devices, form) + extra
+    return state_bytes(workload, devices, form) + extra / devices + NUMBER * workload.parameters
 
 
-def sent_bytes(work: Work, devices: int, form: str) -> float:
+def sent_bytes(workload: Workload, devices: int, form: str) -> float:
     """What one device sends in a step of one part: a ring's all-reduce of the sums; or two all-gathers of the parameters and
     one reduce-scatter of the sums.
 
-    >>> round(sent_bytes(Work("", 1e9, 1e9), 8, "sharded") / sent_bytes(Work("", 1e9, 1e9), 8, "data parallel"), 2)
+    >>> round(sent_bytes(Workload("", 1e9, 1e9), 8, "sharded") / sent_bytes(Workload("", 1e9, 1e9), 8, "data parallel"), 2)
     1.5
     """
     around = (devices - 1) / devices * NUMBER
-    return around * (2 * work.trained if form == FORMS[0] else 2 * work.parameters + work.trained)
+    return around * (2 * workload.trained if form == FORMS[0] else 2 * workload.parameters + workload.trained)
 
 
-def seconds(work: Work, devices: Devices, form: str, over_plain: float) -> tuple[float, float, float]:
+def seconds(workload: Workload, devices: Devices, form: str, over_plain: float) -> tuple[float, float, float]:
     """Computing, sending and drawing noise, none of them at the same time."""
-    passes = 6 if work.trained == work.parameters else 4  # a LoRA has no gradient of the frozen weights
-    computing = over_plain * passes * work.parameters * work.tokens / (devices.rate * devices.count)
-    drawn = work.trained if form == FORMS[0] else work.trained / devices.count
-    return computing, sent_bytes(work, devices.count, form) / devices.link, drawn * devices.noise_ns * 1e-9
+    passes = 6 if workload.trained == workload.parameters else 4  # a LoRA has no gradient of the frozen weights
+    computing = over_plain * passes * workload.parameters * workload.tokens / (devices.rate * devices.count)
+    drawn = workload.trained if form == FORMS[0] else workload.trained / devices.count
+    return computing, sent_bytes(workload, devices.count, form) / devices.link, drawn * devices.noise_ns * 1e-9
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _sending(models: Sequence[Mapping[str, Any]]) -> tuple[float | None, float |
         for way, alone in PAIRS_IN_ONE.items():
             if way in model["several"]["min_ms"]:
                 form = FORMS["sharded" in way]
-                bytes_sent.append(sent_bytes(Work("", size, size), processes, form))
+                bytes_sent.append(sent_bytes(Workload("", size, size), processes, form))
                 over.append(model["several"]["min_ms"][way] - model["one"]["min_ms"][alone] / processes)
     if len(over) < 2:
         return None, None
@@ -159,11 +159,13 @@ def table(fit: Fit) -> str:
             "| model | form | GB held | GB, checked step | GB sent | s computing | s sending | s noise |",
             "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
-        for work in WORK:
+        for workload in WORKLOADS:
             for form in FORMS:
-                gigabytes = [f(work, devices.count, form) / 1e9 for f in (state_bytes, checked_bytes, sent_bytes)]
-                times = seconds(work, devices, form, fit.full if work.trained == work.parameters else fit.lora)
+                gigabytes = [f(workload, devices.count, form) / 1e9 for f in (state_bytes, checked_bytes, sent_bytes)]
+                times = seconds(
+                    workload, devices, form, fit.full if workload.trained == workload.parameters else fit.lora
+                )
                 figures = " | ".join(f"{value:.3g}" for value in (*gigabytes, *times))
-                lines.append(f"| {work.name} | {form} | {figures} |")
+                lines.append(f"| {workload.name} | {form} | {figures} |")
         lines.append("")
     return "\n".join(lines)

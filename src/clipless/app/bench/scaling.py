@@ -17,7 +17,7 @@ from clipless.app.bench.arithmetic import slope
 from clipless.app.bench.made_up import MadeUp, plain_steps, private_steps
 from clipless.app.bench.problems import PROBLEMS, Problem, encoder, mlp, sgd
 from clipless.app.bench.timing import Series, interleave
-from clipless.app.bench.ways import PLAIN, SEED, WAYS, Batch, Runner, attach
+from clipless.app.bench.ways import PLAIN, SEED, WAYS, InputsAndLabels, Runner, attach
 from clipless.clipping import auto_s
 
 PRIVATE = "auto-s"
@@ -126,7 +126,7 @@ def _private_parts(problem: Problem, part: int) -> Runner:
     def step(x: Tensor, y: Tensor) -> None:
         accumulate(problem, model, optimizer, ((a, b, 1.0) for a, b in next(batches)))
 
-    def whole() -> Batch:
+    def whole() -> InputsAndLabels:
         return x, y
 
     return Runner(whole, step, private.detach)

@@ -25,7 +25,7 @@ PER_LAYER = "auto-s per-layer"
 SHORT = ("auto-s", PER_LAYER, "dc-e")
 NOISE_MULTIPLIER, SEED, MANY_STEPS = 1.0, 0, 1_000_000
 
-Batch = tuple[Tensor, Tensor]
+InputsAndLabels = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Runner:
     `note` tells how the way differs from the others, if it does.
     """
 
-    draw: Callable[[], Batch]
+    draw: Callable[[], InputsAndLabels]
     step: Callable[[Tensor, Tensor], None]
     close: Callable[[], None]
     note: str | None = None
@@ -57,7 +57,7 @@ def private(
     attached = attach(model, optimizer, x, y, clipping)
     batches: Iterator[Any] = iter(attached.loader)
 
-    def draw() -> Batch:
+    def draw() -> InputsAndLabels:
         inputs, targets = next(batches)
         return inputs, targets
 

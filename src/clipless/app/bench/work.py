@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from clipless.app.bench.problems import Problem
 from clipless.app.bench.timing import timed
 from clipless.app.bench.ways import plain
+from clipless.app.progress import OnProgress
 
 PROCESS_MS, SCALING_MS = 5000.0, 20.0
-
-OnProgress = Callable[[str, float, float], None]
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def pilot(problem: Problem) -> Pilot:
     return Pilot(parameters, trainable, timed(runner)[1])
 
 
-class Work:
+class ProgressCounter:
     """The work done of all the work, reported after every piece."""
 
     def __init__(self, total: float, report: OnProgress) -> None:

@@ -15,8 +15,8 @@ import typer
 
 from clipless.app.bench import store
 from clipless.app.bench.run import BenchSettings, run
-from clipless.app.bench.work import OnProgress
 from clipless.app.cli._progress import PERCENT, progress_bar
+from clipless.app.progress import OnProgress
 
 
 def measured(settings: BenchSettings, out: Path, *, malloc: bool, visible: bool) -> Path:

@@ -10,17 +10,27 @@ import typer
 
 from clipless.app import charts
 from clipless.app import data as data_sets
-from clipless.app.auditing import GAMES, Audit, AuditSettings, Report
+from clipless.app.auditing import GAMES, Audit, AuditSettings, OnGame
 from clipless.app.auditing import audit as run_audit
 from clipless.app.charts import drawing
 from clipless.app.cli import _output
+from clipless.app.cli._options import AccountantOption, JsonOption
 from clipless.app.cli._progress import PERCENT, progress_bar
-from clipless.app.models import MODELS
-from clipless.app.training import OPTIMIZERS, TrainingSettings
+from clipless.app.cli._training_options import (
+    BatchSizeOption,
+    ClippingOption,
+    DataOption,
+    DeltaOption,
+    EpochsOption,
+    EpsilonOption,
+    LearningRateOption,
+    ModelOption,
+    NoiseOption,
+    OptimizerOption,
+)
+from clipless.app.training import TrainingSettings
 from clipless.auditing.one_run import KINDS
-from clipless.clipping import CLIPPINGS
 from clipless.errors import InvalidArgument
-from clipless.noise import NOISE_SOURCES
 
 _DEFAULTS, _HOW = TrainingSettings(), AuditSettings()
 COST = (
@@ -31,24 +41,18 @@ COST = (
 
 
 def audit(
-    data: Annotated[
-        str, typer.Option(help="digits, a folder of idx files (MNIST format), FILE.npz or FILE.csv.")
-    ] = "digits",
-    model: Annotated[
-        str, typer.Option(help=f"{', '.join(MODELS)}, or package.module:factory, called with (shape, classes).")
-    ] = _DEFAULTS.model,
-    clipping: Annotated[str, typer.Option(help=f"{', '.join(CLIPPINGS)}.")] = _DEFAULTS.clipping,
-    epsilon: Annotated[float, typer.Option(help="The privacy budget of the whole run.")] = _DEFAULTS.epsilon,
-    delta: Annotated[float | None, typer.Option(help="Default: N ** -1.1 for N training records.")] = _DEFAULTS.delta,
-    epochs: Annotated[int, typer.Option(help="Passes over the training records.")] = _DEFAULTS.epochs,
-    batch_size: Annotated[int, typer.Option(help="Expected size of a batch.")] = _DEFAULTS.batch_size,
-    optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = _DEFAULTS.optimizer,
-    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: one that suits the optimizer.")] = None,
+    data: DataOption = "digits",
+    model: ModelOption = _DEFAULTS.model,
+    clipping: ClippingOption = _DEFAULTS.clipping,
+    epsilon: EpsilonOption = _DEFAULTS.epsilon,
+    delta: DeltaOption = _DEFAULTS.delta,
+    epochs: EpochsOption = _DEFAULTS.epochs,
+    batch_size: BatchSizeOption = _DEFAULTS.batch_size,
+    optimizer: OptimizerOption = _DEFAULTS.optimizer,
+    lr: LearningRateOption = None,
     seed: Annotated[int | None, typer.Option(help="Repeats an audit. Default: none.")] = None,
-    accountant: Annotated[str, typer.Option(help="pld, rdp, or gdp (an approximation).")] = _DEFAULTS.accountant,
-    noise: Annotated[
-        str | None, typer.Option(help=f"{', '.join(NOISE_SOURCES)}. Default: secure, or seeded with --seed.")
-    ] = _DEFAULTS.noise,
+    accountant: AccountantOption = _DEFAULTS.accountant,
+    noise: NoiseOption = _DEFAULTS.noise,
     games: Annotated[str, typer.Option(help=f"What is played, of {', '.join(GAMES)}.")] = ",".join(_HOW.games),
     releases: Annotated[
         int | None, typer.Option(help="Games of the step. Default: 20,000, or 3000 with a statistic.")
@@ -59,9 +63,7 @@ def audit(
     confidence: Annotated[float, typer.Option(help="Of all bounds together.")] = _HOW.confidence,
     draw: Annotated[Path | None, typer.Option(help="Draw the bounds beside the claim: FILE.svg, .png or .pdf.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the result, with its configuration, as JSON.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Attack a training configuration and compare the epsilon that the attacks prove with the one that is claimed.
 
@@ -93,7 +95,7 @@ def audit(
 
 
 @contextmanager
-def _bars(title: str, *, visible: bool) -> Iterator[Report]:
+def _bars(title: str, *, visible: bool) -> Iterator[OnGame]:
     """A bar for each game, with the time left."""
     with progress_bar(PERCENT, visible=visible, on_terminal_only=True) as bar:
         tasks: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from clipless.app.bench.ways import CLIPLESS, chosen, listed
 from clipless.app.cli import _output
 from clipless.app.cli._bench_process import measured
 from clipless.app.cli._bench_ranks import bench_processes
+from clipless.app.cli._options import JsonOption
 from clipless.arguments import unknown_name
 from clipless.runs.run_folder import RunFolder
 
@@ -81,9 +82,7 @@ def bench(
         Path | None,
         typer.Option("--readme", help="Also put the speed tables of all machines between the markers of this page."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Time and peak memory of one private training step over plain training, and how both grow.
 

@@ -11,6 +11,7 @@ from clipless.accounting import APPROXIMATION_NOTE
 from clipless.app.charts.budget import Budget
 from clipless.app.cli import _output
 from clipless.app.cli._budget_charts import drawn
+from clipless.app.cli._options import AccountantOption, JsonOption
 from clipless.app.cli.report import show_ledger
 from clipless.errors import InvalidArgument
 
@@ -26,7 +27,7 @@ def budget(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps, instead of epochs.")] = None,
     delta: Annotated[float | None, typer.Option(help="Default: N ** -1.1 when --dataset-size N is given.")] = None,
-    accountant: Annotated[str, typer.Option(help="pld, rdp, or gdp (an approximation).")] = defaults.ACCOUNTANT,
+    accountant: AccountantOption = defaults.ACCOUNTANT,
     ledger: Annotated[
         Path | None, typer.Option(help="Show what this ledger, or the run in this folder, has spent. Takes no sizes.")
     ] = None,
@@ -40,9 +41,7 @@ def budget(
             "or .pdf), or each in a file of its own in this folder. Their data goes into a .json file beside them."
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Epsilon from a noise multiplier, or the noise multiplier for an epsilon, for Poisson-sampled steps.
 

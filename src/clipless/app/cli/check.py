@@ -1,7 +1,5 @@
 """`clipless check`: the report of `clipless.check` on the first records of a data set."""
 
-from typing import Annotated
-
 import torch
 import torch.nn.functional as F
 import typer
@@ -11,21 +9,17 @@ from clipless import preflight
 from clipless.app import data as data_sets
 from clipless.app import models
 from clipless.app.cli import _output
-from clipless.clipping import CLIPPINGS, as_clipping
+from clipless.app.cli._options import JsonOption
+from clipless.app.cli._training_options import ClippingOption, DataOption, ModelOption
+from clipless.clipping import as_clipping
 from clipless.errors import CliplessError, InvalidArgument
 
 
 def check(
-    model: Annotated[
-        str, typer.Option(help=f"{', '.join(models.MODELS)}, or package.module:factory, called with (shape, classes).")
-    ],
-    data: Annotated[
-        str, typer.Option(help="digits, a folder of idx files (MNIST format), FILE.npz or FILE.csv.")
-    ] = "digits",
-    clipping: Annotated[str, typer.Option(help=f"{', '.join(CLIPPINGS)}.")] = "auto-s",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON, and nothing else, on stdout.")
-    ] = False,
+    model: ModelOption,
+    data: DataOption = "digits",
+    clipping: ClippingOption = "auto-s",
+    as_json: JsonOption = False,
 ) -> None:
     """How each parameter is handled, and whether the model keeps the promise, on the first records of a data set.
 

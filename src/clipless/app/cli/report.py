@@ -7,7 +7,8 @@ import typer
 
 from clipless.accounting import APPROXIMATION_NOTE, Spent
 from clipless.app.cli import _output
-from clipless.app.report import Reading, read_run
+from clipless.app.cli._options import JsonOption
+from clipless.app.report import RunReport, read_run
 from clipless.errors import InvalidArgument
 
 TORN = 3
@@ -22,9 +23,7 @@ def report(
     accountant: Annotated[
         str | None, typer.Option(help="pld, rdp, or gdp (an approximation). Default: the run's own.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON, and nothing else, on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """What a run promised and has spent, from its ledger, and what in its files is not private.
 
@@ -59,7 +58,7 @@ def show_ledger(path: Path, head: str | None, delta: float | None, accountant: s
     warn(reading, spent, quiet=as_json)
 
 
-def warn(reading: Reading, spent: Spent, quiet: bool) -> None:
+def warn(reading: RunReport, spent: Spent, quiet: bool) -> None:
     """Show on stderr what weakens the numbers; a torn ledger ends with its exit code."""
     if spent.approximation and not quiet:
         _output.show_note(APPROXIMATION_NOTE)
@@ -78,7 +77,7 @@ def _spent_rows(spent: Spent) -> dict[str, str]:
     }
 
 
-def _as_rows(reading: Reading, spent: Spent) -> dict[str, str]:
+def _as_rows(reading: RunReport, spent: Spent) -> dict[str, str]:
     plan = reading.plan
     others = {event.kind: 0 for event, _ in reading.ledger.events if event.kind != "step"}
     for event, count in reading.ledger.events:
@@ -119,7 +118,7 @@ def _search_rows(search: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _as_record(reading: Reading, spent: Spent) -> dict[str, Any]:
+def _as_record(reading: RunReport, spent: Spent) -> dict[str, Any]:
     file = reading.file
     return {
         "private": True,
@@ -138,7 +137,7 @@ def _as_record(reading: Reading, spent: Spent) -> dict[str, Any]:
     }
 
 
-def _show_without_privacy(reading: Reading, as_json: bool) -> None:
+def _show_without_privacy(reading: RunReport, as_json: bool) -> None:
     if as_json:
         _output.show_json({"private": False, "not_private": {"model.pt": "trained without privacy"}})
     else:

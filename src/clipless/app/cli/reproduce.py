@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from clipless.app.cli import _output
+from clipless.app.cli._options import JsonOption
 from clipless.app.cli._progress import progress_bar
+from clipless.app.progress import OnProgress
 from clipless.app.reproduce import REPRODUCTIONS
-from clipless.app.reproduce.outcome import Outcome, Report
+from clipless.app.reproduce.result import ReproductionResult
 from clipless.arguments import named
 from clipless.errors import InvalidArgument
 from clipless.runs.run_folder import RunFolder
@@ -23,9 +25,7 @@ def reproduce(
     listed: Annotated[bool, typer.Option("--list", help="Show what can be reproduced, and stop.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for figures and page. Default: runs/reproduce/ID.")] = None,
     kind: Annotated[str, typer.Option("--format", help="Kind of the pictures: png or svg.")] = "png",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Make a paper's figures again, into one folder with a page that shows them side by side."""
     if listed:
@@ -38,12 +38,12 @@ def reproduce(
     folder = out or Path("runs/reproduce") / name
     RunFolder(folder).check_writable()
     with _progress(visible=not as_json) as report:
-        outcome = reproduction.run(folder, kind, report)
-    _show(name, outcome, as_json)
+        result = reproduction.run(folder, kind, report)
+    _show(name, result, as_json)
 
 
 @contextmanager
-def _progress(*, visible: bool) -> Iterator[Report]:
+def _progress(*, visible: bool) -> Iterator[OnProgress]:
     with progress_bar("{task.completed}/{task.total}", visible=visible, on_terminal_only=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
@@ -57,10 +57,10 @@ def _show_list(as_json: bool) -> None:
         _output.show_table("What can be reproduced", found)
 
 
-def _show(name: str, outcome: Outcome, as_json: bool) -> None:
+def _show(name: str, result: ReproductionResult, as_json: bool) -> None:
     if as_json:
-        figures = [{"file": file, "shows": sentence} for file, sentence in outcome.figures.items()]
-        _output.show_json({"id": name, "page": str(outcome.page), "figures": figures})
+        figures = [{"file": file, "shows": sentence} for file, sentence in result.figures.items()]
+        _output.show_json({"id": name, "page": str(result.page), "figures": figures})
         return
-    _output.show_table(f"{len(outcome.figures)} figures", {Path(file).name: s for file, s in outcome.figures.items()})
-    typer.echo(f"written: {outcome.page}")
+    _output.show_table(f"{len(result.figures)} figures", {Path(file).name: s for file, s in result.figures.items()})
+    typer.echo(f"written: {result.page}")

@@ -9,15 +9,25 @@ import typer
 from clipless.accounting import APPROXIMATION_NOTE
 from clipless.app import data as data_sets
 from clipless.app.cli import _output
+from clipless.app.cli._options import AccountantOption, JsonOption
 from clipless.app.cli._processes import process_group, rank
 from clipless.app.cli._progress import training_bar
 from clipless.app.cli._signals import stopping
-from clipless.app.models import MODELS
-from clipless.app.training import OPTIMIZERS, TASKS, Result, Saving, TrainingSettings, save_run, saved_about
+from clipless.app.cli._training_options import (
+    BatchSizeOption,
+    DataOption,
+    DeltaOption,
+    EpochsOption,
+    EpsilonOption,
+    LearningRateOption,
+    ModelOption,
+    NoiseOption,
+    OptimizerOption,
+)
+from clipless.app.training import TASKS, Result, Saving, TrainingSettings, save_run, saved_about
 from clipless.app.training import train as run_training
 from clipless.clipping import CLIPPINGS
 from clipless.errors import Interrupted
-from clipless.noise import NOISE_SOURCES
 from clipless.runs.run_folder import RunFolder
 
 _DEFAULTS = TrainingSettings()
@@ -25,31 +35,25 @@ _DEFAULTS = TrainingSettings()
 
 def train(
     context: typer.Context,
-    data: Annotated[
-        str, typer.Option(help="digits, a folder of idx files (MNIST format), FILE.npz or FILE.csv.")
-    ] = "digits",
-    model: Annotated[
-        str, typer.Option(help=f"{', '.join(MODELS)}, or package.module:factory, called with (shape, classes).")
-    ] = _DEFAULTS.model,
+    data: DataOption = "digits",
+    model: ModelOption = _DEFAULTS.model,
     clipping: Annotated[
         str, typer.Option(help=f"{', '.join(CLIPPINGS)}, or none for training without privacy.")
     ] = _DEFAULTS.clipping,
-    epsilon: Annotated[float, typer.Option(help="The privacy budget of the whole run.")] = _DEFAULTS.epsilon,
-    delta: Annotated[float | None, typer.Option(help="Default: N ** -1.1 for N training records.")] = _DEFAULTS.delta,
-    epochs: Annotated[int, typer.Option(help="Passes over the training records.")] = _DEFAULTS.epochs,
-    batch_size: Annotated[int, typer.Option(help="Expected size of a batch.")] = _DEFAULTS.batch_size,
-    optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = _DEFAULTS.optimizer,
-    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: one that suits the optimizer.")] = None,
+    epsilon: EpsilonOption = _DEFAULTS.epsilon,
+    delta: DeltaOption = _DEFAULTS.delta,
+    epochs: EpochsOption = _DEFAULTS.epochs,
+    batch_size: BatchSizeOption = _DEFAULTS.batch_size,
+    optimizer: OptimizerOption = _DEFAULTS.optimizer,
+    lr: LearningRateOption = None,
     seed: Annotated[
         int | None,
         typer.Option(
             help="For experiments: repeats a run. Whoever knows the seed can subtract the noise. Default: none."
         ),
     ] = None,
-    accountant: Annotated[str, typer.Option(help="pld, rdp, or gdp (an approximation).")] = _DEFAULTS.accountant,
-    noise: Annotated[
-        str | None, typer.Option(help=f"{', '.join(NOISE_SOURCES)}. Default: secure, or seeded with --seed.")
-    ] = _DEFAULTS.noise,
+    accountant: AccountantOption = _DEFAULTS.accountant,
+    noise: NoiseOption = _DEFAULTS.noise,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the run's files. Default: runs/DATA-MODEL-CLIPPING.")
     ] = None,
@@ -63,9 +67,7 @@ def train(
     checkpoint_every: Annotated[
         float, typer.Option(min=0, help="Seconds between checkpoints; there is one after every epoch as well.")
     ] = Saving.every,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the run as JSON, and nothing else, on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a model on a data set, test it once an epoch, write run.json and model.pt.
 

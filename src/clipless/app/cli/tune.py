@@ -14,13 +14,14 @@ from clipless.accounting.selection import AUTO, METHODS, SingleRun, prices
 from clipless.app import data as data_sets
 from clipless.app import tuning
 from clipless.app.cli import _output
+from clipless.app.cli._options import JsonOption
 from clipless.app.cli._progress import fraction_bar
+from clipless.app.cli._training_options import DataOption, DeltaOption, LearningRateOption, NoiseOption
 from clipless.app.models import MODELS
 from clipless.app.training import OPTIMIZERS, TrainingSettings
 from clipless.arguments import large_delta_note
 from clipless.clipping import CLIPPINGS
 from clipless.errors import InvalidArgument
-from clipless.noise import NOISE_SOURCES
 from clipless.runs.run_folder import RunFolder
 
 _DEFAULTS = TrainingSettings()
@@ -35,15 +36,13 @@ def tune(
         typer.Option("--try", help=f"Values to try, as lr=0.05,0.1. One of {', '.join(tuning.TUNABLE)}; repeatable."),
     ] = None,
     epsilon: Annotated[float, typer.Option(help="The privacy budget of the whole search.")] = _DEFAULTS.epsilon,
-    delta: Annotated[float | None, typer.Option(help="Default: N ** -1.1 for N training records.")] = None,
+    delta: DeltaOption = None,
     method: Annotated[str, typer.Option(help=f"{AUTO} (the least noise), {', '.join(METHODS)}.")] = AUTO,
     coverage: Annotated[
         float | None,
         typer.Option(help="Chance that the best candidate is tried, where not all are. Default: over 2/3."),
     ] = None,
-    data: Annotated[
-        str, typer.Option(help="digits, a folder of idx files (MNIST format), FILE.npz or FILE.csv.")
-    ] = "digits",
+    data: DataOption = "digits",
     model: Annotated[
         str | None, typer.Option(help=f"{', '.join(MODELS)}, or package.module:factory. Default: {_DEFAULTS.model}.")
     ] = None,
@@ -57,13 +56,11 @@ def tune(
     optimizer: Annotated[
         str | None, typer.Option(help=f"{', '.join(OPTIMIZERS)}. Default: {_DEFAULTS.optimizer}.")
     ] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: one that suits the optimizer.")] = None,
+    lr: LearningRateOption = None,
     accountant: Annotated[
         str, typer.Option(help="pld or rdp; papernot-steinke always takes rdp.")
     ] = defaults.ACCOUNTANT,
-    noise: Annotated[
-        str | None, typer.Option(help=f"{', '.join(NOISE_SOURCES)}. Default: secure, or seeded with --seed.")
-    ] = _DEFAULTS.noise,
+    noise: NoiseOption = _DEFAULTS.noise,
     executor: Annotated[str, typer.Option(help=f"Where runs are executed: {', '.join(tuning.EXECUTORS)}.")] = "local",
     workers: Annotated[int | None, typer.Option(help="Runs at a time. Default: as many as there are.")] = None,
     dask_address: Annotated[str | None, typer.Option(help="Of the Dask scheduler, as tcp://host:8786.")] = None,
@@ -73,9 +70,7 @@ def tune(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the files. Default: runs/DATA-tuned.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the price and stop; nothing is spent.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else, on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a grid of candidates, choose the best by its test, and release it under one total (epsilon, delta).
 

@@ -1,13 +1,15 @@
 """`clipless reproduce`: what the papers show, made again. `REPRODUCTIONS` finds each by its id.
 
-To add one, write a function `(folder, kind of pictures, report) -> Outcome` and register it here with a line on what it is.
+To add one, write a function `(folder, kind of pictures, on_progress) -> ReproductionResult` and register it here with a
+line on what it is.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipless.app.reproduce.outcome import Outcome, Report
+from clipless.app.progress import OnProgress
+from clipless.app.reproduce.result import ReproductionResult
 
 
 @dataclass(frozen=True)
@@ -15,10 +17,10 @@ class Reproduction:
     """Something that can be reproduced: what it is, and how, into a folder."""
 
     what: str
-    run: Callable[[Path, str, Report], Outcome]
+    run: Callable[[Path, str, OnProgress], ReproductionResult]
 
 
-def _theory(folder: Path, kind: str, report: Report) -> Outcome:
+def _theory(folder: Path, kind: str, report: OnProgress) -> ReproductionResult:
     from clipless.app.reproduce import theory
     from clipless.app.reproduce.page import draw_page
 

@@ -17,7 +17,7 @@ from clipless.theory.auto_bounds import (
     measure,
     measure_limit,
 )
-from clipless.theory.auto_laws import Task, best_learning_rate, cost_of_rate, private_bound
+from clipless.theory.auto_laws import ProblemConstants, best_learning_rate, cost_of_rate, private_bound
 
 XI, GAMMA, TERM, SGD_TERM = 25.0, 0.01, 10.0, 2.0
 STEPS = np.geomspace(1, 1e10, 81)
@@ -128,18 +128,24 @@ def alignment_over_angle() -> Any:
 def laws() -> Any:
     """Theorem 5: steps, batch and start at a fixed budget; the best learning rate."""
     figure, (left, middle, right) = panels(3)
-    task, steps = Task(), np.geomspace(10, 1e6, 41)
+    constants, steps = ProblemConstants(), np.geomspace(10, 1e6, 41)
     for number, batch in enumerate((64, 512, 4096)):
-        curve(left, number, steps, [private_bound(task, t, batch, 1.0) for t in steps], f"B = {batch:,}")
-    near = replace(task, loss_gap=task.loss_gap / 10)
-    starts = {"from scratch": task, "loss gap / 10": near, "loss gap and ξ / 10": replace(near, xi=task.xi / 10)}
+        curve(left, number, steps, [private_bound(constants, t, batch, 1.0) for t in steps], f"B = {batch:,}")
+    near = replace(constants, loss_gap=constants.loss_gap / 10)
+    starts = {
+        "from scratch": constants,
+        "loss gap / 10": near,
+        "loss gap and ξ / 10": replace(near, xi=constants.xi / 10),
+    }
     for number, (name, start) in enumerate(starts.items()):
         curve(middle, number, steps, [private_bound(start, t, 512, 1.0) for t in steps], name)
     rates = np.geomspace(1e-2, 10, 200)
     for number, t in enumerate((100.0, 1e5, 1e6)):
-        curve(right, number, rates, [cost_of_rate(task, t, rate) for rate in rates], f"T = {t:,.0f}")
-        best = best_learning_rate(task, t)
-        right.plot([best], [cost_of_rate(task, t, best)], marker="*", markersize=11, color="black", linestyle="none")
+        curve(right, number, rates, [cost_of_rate(constants, t, rate) for rate in rates], f"T = {t:,.0f}")
+        best = best_learning_rate(constants, t)
+        right.plot(
+            [best], [cost_of_rate(constants, t, best)], marker="*", markersize=11, color="black", linestyle="none"
+        )
     dress(left, "more steps, larger batches (1-GDP, γ = 1)", "steps T", "bound on ‖g‖", "xy")
     dress(middle, "a better start, B = 512", "steps T", "bound on ‖g‖", "xy")
     dress(right, "learning rate η₀; stars: the formula", "η₀", "√T × mean gain", "xy")

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clipless.app.charts.drawing import figure, save
+from clipless.app.progress import OnProgress
 from clipless.app.reproduce.drawing import Drawing
-from clipless.app.reproduce.outcome import Outcome, Report
+from clipless.app.reproduce.result import ReproductionResult
 
 STYLE = """
 body { font: 16px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1600px; padding: 0 1.5rem; color: #222; }
@@ -19,7 +20,9 @@ figcaption { margin-top: .5rem; }
 WIDE = 3.0  # width over height of a figure that gets a row of its own
 
 
-def draw_page(title: str, drawings: Sequence[Drawing], folder: Path, kind: str, report: Report) -> Outcome:
+def draw_page(
+    title: str, drawings: Sequence[Drawing], folder: Path, kind: str, report: OnProgress
+) -> ReproductionResult:
     """Draw every figure into the folder, and write index.html that shows them. Nothing is drawn without matplotlib."""
     figure()
     blocks, figures = [], {}
@@ -33,7 +36,7 @@ def draw_page(title: str, drawings: Sequence[Drawing], folder: Path, kind: str, 
     report("done", len(drawings), len(drawings))
     page = folder / "index.html"
     page.write_text(_page(title, blocks), encoding="utf-8")
-    return Outcome(page, figures)
+    return ReproductionResult(page, figures)
 
 
 def _block(drawing: Drawing, name: str, wide: bool) -> str:

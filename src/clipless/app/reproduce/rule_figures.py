@@ -8,10 +8,10 @@ import numpy as np
 from clipless.app.charts.drawing import COLOURS
 from clipless.app.reproduce.drawing import curve, dress, panels
 from clipless.theory import directions, lazy_regions, rules
-from clipless.theory.rules import Rule
+from clipless.theory.rules import ArrayRule
 
 COUNT, DIMENSION, SPREAD = 1000, 400, 1.0
-COMPARED: dict[str, Rule] = rules.named_rules(gamma=0.01, cutoff=2.0)
+COMPARED: dict[str, ArrayRule] = rules.named_rules(gamma=0.01, cutoff=2.0)
 
 
 def directions_of_rules() -> Any:
@@ -72,7 +72,9 @@ def lazy_mean() -> Any:
     return _lazy(problem, lazy_regions.MEAN_RULES, lazy_regions.MEAN_TOLERANCE, 0.006, "mean of two normals at ±4")
 
 
-def _lazy(problem: lazy_regions.Problem, shown: Mapping[str, Rule], tolerance: float, near: float, title: str) -> Any:
+def _lazy(
+    problem: lazy_regions.ScalarProblem, shown: Mapping[str, ArrayRule], tolerance: float, near: float, title: str
+) -> Any:
     figure, (left, right) = panels(2)
     for axes, ends in ((left, 6.0), (right, 2.6)):
         grid = np.linspace(-ends, ends, 301)

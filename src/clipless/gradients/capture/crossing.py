@@ -12,6 +12,7 @@ from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
 from clipless.gradients.capture import messages
+from clipless.gradients.capture.writes import Function
 from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.forms import (
     Form,
@@ -26,8 +27,6 @@ from clipless.gradients.forms import (
 from clipless.gradients.layers.linear import positions
 from clipless.gradients.layers.rule import at_least_float32
 from clipless.gradients.trees import Dims, differentiable
-
-Function = Callable[..., Any]
 
 # By how much the sum of the rows' gradients may differ from the gradient of the whole, relative to their norms.
 ROWS_TOLERANCE = 1e-3

@@ -16,10 +16,8 @@ from clipless.errors import UnsupportedModule
 from clipless.gradients.capture.attention import multi_head_attention
 from clipless.gradients.capture.crossing import PLAIN, RECORDS, TRACED, Crossing, Root
 from clipless.gradients.capture.rows import Located
-from clipless.gradients.capture.writes import WRITES
+from clipless.gradients.capture.writes import WRITES, Function
 from clipless.gradients.trees import Dims, Shapes, differentiable
-
-Function = Callable[..., Any]
 
 
 class Operations(Protocol):

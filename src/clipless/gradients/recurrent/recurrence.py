@@ -17,7 +17,7 @@ from torch import Tensor
 from clipless.gradients.recurrent.cells import Cell, StepGradients, TimeStep, Weights
 from clipless.gradients.recurrent.compiled_lstm import suited
 
-State = tuple[Tensor, ...]  # (h,), for an LSTM (h, c)
+HiddenState = tuple[Tensor, ...]  # (h,), for an LSTM (h, c)
 
 
 class Trace(NamedTuple):
@@ -46,7 +46,7 @@ class Trace(NamedTuple):
         return self.hidden[:-1] if self.reverse else self.hidden[1:]
 
     @property
-    def final(self) -> State:
+    def final(self) -> HiddenState:
         end = 0 if self.reverse else -1
         return (self.hidden[end],) if self.cells is None else (self.hidden[end], self.cells[end])
 
@@ -80,7 +80,7 @@ class LayerGradients(NamedTuple):
     gates: Tensor  # [t,b,g]
     hidden_gates: Tensor  # [t,b,g]
     projected: Tensor | None  # [t,b,h]
-    state: State  # [b,h], for an LSTM's c [b,o]; complete only on request
+    state: HiddenState  # [b,h], for an LSTM's c [b,o]; complete only on request
 
 
 class ForwardResult(NamedTuple):
@@ -100,7 +100,12 @@ class BackwardResult(NamedTuple):
 
 
 def forward(
-    cell: Cell, layers: Sequence[Sequence[Weights]], x: Tensor, state: State, sizes: list[int], dropout: float = 0.0
+    cell: Cell,
+    layers: Sequence[Sequence[Weights]],
+    x: Tensor,
+    state: HiddenState,
+    sizes: list[int],
+    dropout: float = 0.0,
 ) -> ForwardResult:
     """Run x [t,b,i] through layers of one or two directions, from states [l,b,h]. Dropout between layers draws the same
     random numbers as torch's kernel."""
@@ -122,7 +127,7 @@ def forward(
 def back(
     traces: Sequence[Trace],
     grad: Tensor | None,
-    final: State,
+    final: HiddenState,
     sizes: list[int],
     *,
     to_input: bool = False,
@@ -147,7 +152,7 @@ def back(
     return BackwardResult(grads_at, grad, [torch.stack(parts) for parts in states])
 
 
-def _forward(cell: Cell, weights: Weights, x: Tensor, start: State, sizes: list[int], reverse: bool) -> Trace:
+def _forward(cell: Cell, weights: Weights, x: Tensor, start: HiddenState, sizes: list[int], reverse: bool) -> Trace:
     t, b, _ = x.shape
     cell = suited(cell, x)
     prepared, rows = cell.prepared(weights), x.flatten(0, 1)
@@ -183,7 +188,7 @@ def _forward(cell: Cell, weights: Weights, x: Tensor, start: State, sizes: list[
     return trace
 
 
-def _back(trace: Trace, grad: Tensor | None, final: State, sizes: list[int], to_state: bool) -> LayerGradients:
+def _back(trace: Trace, grad: Tensor | None, final: HiddenState, sizes: list[int], to_state: bool) -> LayerGradients:
     """Overwrites the gates with their gradients: new memory at every step would cost more than some of the maths."""
     trace = trace._replace(
         gates=trace.gates.data

@@ -14,7 +14,7 @@ from clipless.errors import UnsupportedModule
 from clipless.gradients.forms import Form, Instantiated, OuterProducts
 from clipless.gradients.layers.rule import Use, at_least_float32, register
 from clipless.gradients.recurrent.cells import cell_of
-from clipless.gradients.recurrent.recurrence import LayerGradients, State, Trace, back, forward
+from clipless.gradients.recurrent.recurrence import HiddenState, LayerGradients, Trace, back, forward
 from clipless.gradients.recurrent.sequences import Sequences
 from clipless.gradients.recurrent.takeover import InputGradients, SavedPass, layers_of
 
@@ -69,7 +69,7 @@ def recurrent_cell(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
 
 
 def _computed_again(
-    module: nn.RNNBase, source: Tensor | PackedSequence, sequences: Sequences, given: State
+    module: nn.RNNBase, source: Tensor | PackedSequence, sequences: Sequences, given: HiddenState
 ) -> SavedPass:
     data = source.data if isinstance(source, PackedSequence) else source
     x = sequences.timed(at_least_float32(data)).contiguous()
@@ -113,12 +113,12 @@ def _forms(
 _NAMES = ("weight_ih", "weight_hh", "weight_hr", "bias_ih", "bias_hh")
 
 
-def _arguments(input: Any, hx: Any = None) -> tuple[Any, State]:
+def _arguments(input: Any, hx: Any = None) -> tuple[Any, HiddenState]:
     """The input and the initial states; the arguments have torch's names. The states are empty if none were given."""
     return input, () if hx is None else (hx,) if isinstance(hx, Tensor) else tuple(hx)
 
 
-def _sorted(states: State, order: Tensor | None) -> State:
+def _sorted(states: HiddenState, order: Tensor | None) -> HiddenState:
     """States of [l,b,h] with the records in this order."""
     return states if order is None else tuple(state.index_select(1, order) for state in states)
 
@@ -128,7 +128,7 @@ def _as_given(sequences: Sequences, grad: Tensor) -> Tensor:
     return grad if sequences.batch_first or sequences.batch_sizes is not None else grad.transpose(0, 1)
 
 
-def _stacked(states: State, like: Tensor) -> State:
+def _stacked(states: HiddenState, like: Tensor) -> HiddenState:
     return tuple(state.to(like.dtype).unsqueeze(0) for state in states)
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.recurrent.cells import CELLS, Cell, Weights
-from clipless.gradients.recurrent.recurrence import State, Trace, forward
+from clipless.gradients.recurrent.recurrence import HiddenState, Trace, forward
 from clipless.gradients.recurrent.sequences import Sequences
 
 KERNELS: dict[Any, Cell] = {getattr(torch._VF, name): cell for name, cell in CELLS.items()}
@@ -101,7 +101,7 @@ class KernelCall(NamedTuple):
     cell: Cell
     data: Tensor
     sequences: Sequences
-    state: State
+    state: HiddenState
     weights: list[Tensor]
     bias: bool
     depth: int

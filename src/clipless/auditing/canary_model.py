@@ -14,7 +14,7 @@ _LADDER = torch.logspace(-3, 3, 4001, dtype=torch.float64)
 BELOW_CUTOFF = 0.999
 
 
-class Probe(nn.Module):
+class CanaryModel(nn.Module):
     """Linear layers side by side: the gradient of a record's output in layer l is the record's l-th part."""
 
     def __init__(self, layers: int, width: int) -> None:

@@ -1,0 +1,6 @@
+"""How long work reports its progress."""
+
+from collections.abc import Callable
+
+# What is being done, how much is done, and of how much.
+OnProgress = Callable[[str, float, float], None]
