@@ -1,5 +1,6 @@
 """`clipless tune`: try a grid of settings under one guarantee, release the best run."""
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from clipless.accounting.selection import AUTO, METHODS, SingleRun, prices
 from clipless.app import data as data_sets
 from clipless.app import tuning
 from clipless.app.cli import _output
-from clipless.app.cli._options import JsonOption
+from clipless.app.cli._options import DataFolderOption, JsonOption
 from clipless.app.cli._progress import fraction_bar
 from clipless.app.cli._training_options import DataOption, DeltaOption, LearningRateOption, NoiseOption
 from clipless.app.models import MODELS
@@ -33,7 +34,11 @@ def tune(
     ] = None,
     tries: Annotated[
         list[str] | None,
-        typer.Option("--try", help=f"Values to try, as lr=0.05,0.1. One of {', '.join(tuning.TUNABLE)}; repeatable."),
+        typer.Option(
+            "--try",
+            help=f"Values to try, as lr=0.05,0.1. One of {', '.join(tuning.TUNABLE)}, or a number of the clipping as "
+            "clipping.percentile=0.1,0.3,0.5; repeatable.",
+        ),
     ] = None,
     epsilon: Annotated[float, typer.Option(help="The privacy budget of the whole search.")] = _DEFAULTS.epsilon,
     delta: DeltaOption = None,
@@ -43,6 +48,7 @@ def tune(
         typer.Option(help="Chance that the best candidate is tried, where not all are. Default: over 2/3."),
     ] = None,
     data: DataOption = "digits",
+    data_dir: DataFolderOption = None,
     model: Annotated[
         str | None, typer.Option(help=f"{', '.join(MODELS)}, or package.module:factory. Default: {_DEFAULTS.model}.")
     ] = None,
@@ -86,7 +92,7 @@ def tune(
         raise InvalidArgument(
             "there is nothing to try: give --try lr=0.05,0.1 or --grid FILE. For a single run, use clipless train."
         )
-    records = data_sets.load(data)
+    records = data_sets.load(data, data_dir)
     with _large_delta_told_once():
         search = tuning.plan_search(
             records,
@@ -103,7 +109,7 @@ def tune(
     folder = out or Path("runs") / f"{records.name}-tuned"
     RunFolder(folder).check_writable()
     pool = tuning.open_pool(executor, workers, dask_address)
-    source = None if executor == "local" else _source(data)
+    source = None if executor == "local" or data_dir else _source(data)
     # On a terminal only: the bar shows how many runs were drawn, which the guarantee does not cover.
     with _large_delta_told_once(), fraction_bar("tuning", visible=not as_json) as on_progress:
         tuned = tuning.tune(search, pool, source=source, out=folder, seed=seed, on_progress=on_progress)

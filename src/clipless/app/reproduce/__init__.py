@@ -1,7 +1,7 @@
 """`clipless reproduce`: what the papers show, made again. `REPRODUCTIONS` finds each by its id.
 
-To add one, write a function `(folder, kind of pictures, on_progress) -> ReproductionResult` and register it here with a
-line on what it is.
+To add an experiment, write a TOML file in `configurations`. For anything else write a function `Request ->
+ReproductionResult` and register it here with a line on what it is.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,32 @@ from clipless.app.reproduce.result import ReproductionResult
 
 
 @dataclass(frozen=True)
+class Request:
+    """What is asked for: the folder to write to, the kind of pictures, whom to report progress to, and for experiments the
+    number of seeds (None: the experiment's), whether a quick one is enough, runs at a time, and the folder of the data."""
+
+    folder: Path
+    kind: str
+    on_progress: OnProgress
+    seeds: int | None = None
+    quick: bool = False
+    workers: int = 1
+    data_dir: str | None = None
+
+
+@dataclass(frozen=True)
 class Reproduction:
     """Something that can be reproduced: what it is, and how, into a folder."""
 
     what: str
-    run: Callable[[Path, str, OnProgress], ReproductionResult]
+    run: Callable[[Request], ReproductionResult]
 
 
-def _theory(folder: Path, kind: str, report: OnProgress) -> ReproductionResult:
+def _theory(request: Request) -> ReproductionResult:
     from clipless.app.reproduce import theory
     from clipless.app.reproduce.page import draw_page
 
-    return draw_page(theory.TITLE, theory.DRAWINGS, folder, kind, report)
+    return draw_page(theory.TITLE, theory.DRAWINGS, request.folder, request.kind, request.on_progress)
 
 
 REPRODUCTIONS = {
@@ -32,3 +46,33 @@ REPRODUCTIONS = {
         "the papers' bounds, regions, kernels and flows as figures; no data, under a minute", _theory
     ),
 }
+
+
+def reproductions() -> dict[str, Reproduction]:
+    """Everything that can be reproduced: the figures of the theory, and the experiments."""
+    from clipless.app.reproduce.configuration import configurations
+
+    experiments = {
+        name: Reproduction(f"{each.source}: {each.title}; about {each.minutes:g} minutes on two cores", _experiment(name))
+        for name, each in configurations().items()
+    }
+    return {**REPRODUCTIONS, **experiments}
+
+
+def _experiment(name: str) -> Callable[[Request], ReproductionResult]:
+    def run(request: Request) -> ReproductionResult:
+        from clipless.app.reproduce import experiment
+        from clipless.app.reproduce.configuration import configuration
+
+        whole = configuration(name)
+        return experiment.run(
+            whole.quickly() if request.quick else whole,
+            request.folder,
+            request.kind,
+            request.on_progress,
+            seeds=request.seeds,
+            workers=request.workers,
+            data_dir=request.data_dir,
+        )
+
+    return run

@@ -4,7 +4,7 @@ from clipless.app.training.loop import TrainingProgress, train
 from clipless.app.training.result import Result, save_run
 from clipless.app.training.saving import Saving, saved_about
 from clipless.app.training.settings import LR_SCHEDULES, OPTIMIZERS, TrainingSettings
-from clipless.app.training.tasks import TASKS, Task, accuracy, evaluate
+from clipless.app.training.tasks import TASKS, LearningTask, accuracy, evaluate
 
 __all__ = [
     "LR_SCHEDULES",
@@ -12,7 +12,7 @@ __all__ = [
     "TASKS",
     "Result",
     "Saving",
-    "Task",
+    "LearningTask",
     "TrainingProgress",
     "TrainingSettings",
     "accuracy",

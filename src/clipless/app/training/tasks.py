@@ -12,7 +12,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Task:
+class LearningTask:
     """`losses` has one loss per record, (B,). `measure` has a sum over test records and the number it is divided by."""
 
     metric: str
@@ -57,15 +57,15 @@ def _token_sum(output: Tensor, y: Tensor) -> tuple[float, float]:
 
 
 TASKS = {
-    "classes": Task("accuracy", True, _class_losses, _hits),
-    "numbers": Task("squared_error", False, _squared_errors, lambda o, y: (float(_squared_errors(o, y).sum()), len(y))),
-    "labels": Task("label_accuracy", True, _label_losses, _label_hits),
-    "tokens": Task("loss_per_token", False, _token_losses, _token_sum),
+    "classes": LearningTask("accuracy", True, _class_losses, _hits),
+    "numbers": LearningTask("squared_error", False, _squared_errors, lambda o, y: (float(_squared_errors(o, y).sum()), len(y))),
+    "labels": LearningTask("label_accuracy", True, _label_losses, _label_hits),
+    "tokens": LearningTask("loss_per_token", False, _token_losses, _token_sum),
 }
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, dataset: TensorDataset, task: Task, batch_size: int = 1024) -> float:
+def evaluate(model: nn.Module, dataset: TensorDataset, task: LearningTask, batch_size: int = 1024) -> float:
     """The task's metric on a data set, in evaluation mode. The model's mode is restored."""
     training = model.training
     model.eval()
