@@ -16,8 +16,8 @@ SABOTAGES = (
     Sabotage(
         "noise-of-a-resumed-run-less",
         PRIVATE,
-        'released = self._source.release("gradient", step, list(sums.values()), stddevs, batch, places)',
-        'released = self._source.release("gradient", 0, list(sums.values()), stddevs, batch, places)',
+        'released = self._source.release("gradient", step, list(sums.values()), stddevs, divisor, places)',
+        'released = self._source.release("gradient", 0, list(sums.values()), stddevs, divisor, places)',
         (f"{TESTS}/test_noise.py::test_no_two_steps_share_their_noise",),
     ),
     Sabotage(
@@ -171,9 +171,16 @@ SABOTAGES = (
     Sabotage(
         "noise-too-small-to-hide-anything",
         SOURCE,
-        "if not LEAST_STDDEV <= stddev / divisor < math.inf:",
+        "if not (LEAST_STDDEV <= least and stddev / divisor < math.inf):",
         "if not stddev < math.inf:",
         (f"{TESTS}/test_noise_sources.py::test_noise_that_hides_nothing_is_refused",),
+    ),
+    Sabotage(
+        "noise-too-small-before-it-is-divided",
+        SOURCE,
+        "least = min(stddev, stddev / divisor)",
+        "least = stddev / divisor",
+        ("tests/test_unit_gradients.py::test_a_threshold_without_room_for_noise_is_refused_in_units_too",),
     ),
     Sabotage(
         "release-in-the-memory-of-the-sum",

@@ -13,9 +13,16 @@ SABOTAGES = (
     Sabotage(
         "divided-by-the-realised-batch",
         "private.py",
-        "parameters, batch, shards = self._engine.parameters, self.plan.expected_batch, self._shards",
-        "parameters, batch, shards = self._engine.parameters, max(self._engine.seen, 1), self._shards",
+        "parameters, divisor, shards = self._engine.parameters, self.plan.divisor(self._thresholds), self._shards",
+        "parameters, divisor, shards = self._engine.parameters, max(self._engine.seen, 1), self._shards",
         (f"{RELEASES}::test_each_release_of_a_flat_run[abadi-uniform-None]",),
+    ),
+    Sabotage(
+        "units-of-the-first-threshold",
+        "plan.py",
+        "self.expected_batch * self.sensitivity(thresholds) if",
+        "self.expected_batch * self.sensitivity() if",
+        ("tests/test_unit_gradients.py::test_the_release_is_divided_by_the_threshold_and_nothing_else_changes",),
     ),
     Sabotage(
         "sum-not-divided",

@@ -72,9 +72,14 @@ class Configuration:
     figure: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     minutes: float = 0.0
-    research: bool = False
+    measure: tuple[str, ...] = ()
     resume: bool = False
     quick: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def research(self) -> bool:
+        """Whether single training records are looked at, so that the figures are not private."""
+        return "norms" in self.measure
 
     def cells(self, seeds: int | None = None) -> list[Cell]:
         """All runs, one seed after the other, so that a grid cut short is cut short evenly."""
@@ -146,7 +151,8 @@ def parse(name: str, text: str) -> Configuration:
             for one in content.pop("published", [])
         )
         grid = {key: tuple(values) for key, values in flattened(content.pop("grid", {})).items()}
-        made = Configuration(id=name, rows=rows, published=published, grid=grid, **content)
+        measure = tuple(content.pop("measure", ()))
+        made = Configuration(id=name, rows=rows, published=published, grid=grid, measure=measure, **content)
         made.cells()
         made.quickly().cells()
     except (KeyError, TypeError, ValueError) as error:

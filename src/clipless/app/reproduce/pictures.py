@@ -93,6 +93,41 @@ def thresholds(experiment: Configuration, found: Sequence[Line], records: Sequen
     return figure
 
 
+def norms(experiment: Configuration, found: Sequence[Line], records: Sequence[Mapping[str, Any]]) -> Any:
+    """Quantiles of the per-sample norms over training, and the threshold; one panel for every run of the first seed."""
+    shown = [one for one in records if "norms" in (one.get("extra") or {}) and one["settings"]["seed"] == 0][:3]
+    figure, all_axes = panels(len(shown))
+    for axes, record in zip(all_axes, shown, strict=True):
+        looks = record["extra"]["norms"]
+        steps = [look["step"] for look in looks]
+        low, lower, middle, upper, high = zip(*(look["quantiles"] for look in looks), strict=True)
+        axes.fill_between(steps, low, high, color=COLOURS[5], alpha=0.3, label="5 to 95 %")
+        axes.fill_between(steps, lower, upper, color=COLOURS[0], alpha=0.35, label="25 to 75 %")
+        curve(axes, 0, steps, middle, "median norm")
+        curve(axes, 1, steps, [look["threshold"] for look in looks], "threshold", linestyle="--")
+        share = 100 * looks[-1]["above"]
+        dress(axes, f"{record['row']}: {share:.0f} % above at the end", "step", "norm (not private)", "y")
+    return figure
+
+
+def reliability(experiment: Configuration, found: Sequence[Line], records: Sequence[Mapping[str, Any]]) -> Any:
+    """Accuracy against confidence, and the probability of the true class; runs of the first seed."""
+    figure, (left, right) = panels(2)
+    left.plot([0, 1], [0, 1], color="0.6", linewidth=1)
+    shown = [one for one in records if "reliability" in (one.get("extra") or {}) and one["settings"]["seed"] == 0]
+    for number, record in enumerate(shown):
+        bins = record["extra"]["reliability"]
+        full = [place for place, count in enumerate(bins["counts"]) if count > 0]
+        label = f"{record['row']}: ECE {record['extra']['ECE']:.3f}"
+        x, y = ([bins[name][place] for place in full] for name in ("confidence", "accuracy"))
+        curve(left, number, x, y, label, marker=MARKERS[number % len(MARKERS)], markersize=3)
+        shares = np.array(bins["true_class"]) / sum(bins["true_class"])
+        right.stairs(shares, np.linspace(0, 1, len(shares) + 1), color=COLOURS[number % len(COLOURS)], label=record["row"])
+    dress(left, "reliability on test records", "confidence", "accuracy")
+    dress(right, "probability given to the true class", "probability", "share of test records", "y")
+    return figure
+
+
 def _label(line: Line) -> str:
     return "\n".join([line.row, ", ".join(f"{key} {value}" for key, value in line.point.items())]).strip()
 
@@ -103,3 +138,4 @@ def _once(label: str, number: int) -> str | None:
 
 Picture = Callable[[Configuration, Sequence[Line], Sequence[Mapping[str, Any]]], Any]
 PICTURES: dict[str, Picture] = {"bars": bars, "curves": curves, "heat": heat, "thresholds": thresholds}
+PICTURES |= {"norms": norms, "reliability": reliability}

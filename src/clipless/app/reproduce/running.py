@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -11,15 +10,13 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-import torch
-
 from clipless.accounting import ACCOUNTANTS, Ledger
 from clipless.app import data as data_sets
 from clipless.app.bench import machine
 from clipless.app.data import Data
 from clipless.app.progress import OnProgress
+from clipless.app.reproduce import measures
 from clipless.app.reproduce.configuration import Cell, Configuration
-from clipless.app.threads import torch_threads
 from clipless.app.training import Result, Saving, train
 from clipless.app.tuning.pools import InProcess, Pool, Processes
 from clipless.errors import CliplessError
@@ -54,7 +51,7 @@ def run_grid(
             while waiting and len(flying) < pool.width:
                 cell = waiting.pop(0)
                 on_progress(f"{cell.row}, seed {cell.settings.seed}", done, total)
-                arguments = (cell, experiment.data, data_dir, str(folder), experiment.resume)
+                arguments = (cell, experiment.data, data_dir, str(folder), experiment.resume, experiment.measure)
                 flying[pool.submit(run_cell, *arguments)] = cell
             for future in wait(flying, return_when=FIRST_COMPLETED).done:
                 future.result()
@@ -65,13 +62,16 @@ def run_grid(
     return [record for cell in cells if (record := stored(folder, cell)) is not None]
 
 
-def run_cell(cell: Cell, data: str, data_dir: str | None, folder: str, resume: bool) -> None:
+def run_cell(
+    cell: Cell, data: str, data_dir: str | None, folder: str, resume: bool, measure: tuple[str, ...] = ()
+) -> None:
     """Train one run and store its record."""
+    records = _load(data, data_dir)
+    watching = measures.watch(measure, records, cell.settings)
     saving = Saving(Path(folder) / UNFINISHED / cell.stem, resume=True, every=300.0) if resume else None
-    one_thread = torch_threads(1) if torch.get_num_threads() == 1 else nullcontext()
-    with one_thread:
-        result = train(_load(data, data_dir), cell.settings, saving=saving, group=False)
-    write_record(Path(folder) / RUNS / f"{cell.stem}.json", _record(cell, result))
+    result = train(records, cell.settings, saving=saving, group=False, research=watching)
+    extra = measures.measured(measure, result.model, records, watching)
+    write_record(Path(folder) / RUNS / f"{cell.stem}.json", _record(cell, result) | {"extra": extra})
     if saving is not None:
         rmtree(saving.out, ignore_errors=True)
 

@@ -52,6 +52,7 @@ def train(
     saving: Saving | None = None,
     stop: Callable[[], bool] = lambda: False,
     group: bool | None = None,
+    research: Callable[[nn.Module, TrainingProgress], None] | None = None,
 ) -> Result:
     """Train a fresh model and test it once an epoch; the same seed gives the same run on the same machine.
 
@@ -59,7 +60,8 @@ def train(
     checkpoints to a folder and can be resumed from there. `stop` is called before the first step and after each: when it
     returns True, everything is saved and `Interrupted` raised. Raises InvalidArgument before training if the settings
     cannot be used. The state of torch's global generator is left as it was. `group` is that of `make_private`; of several
-    ranks the first one writes, and if one is asked to stop, all do.
+    ranks the first one writes, and if one is asked to stop, all do. `research` is called with the model before the first
+    step and after every test; what it computes from training records is not private.
     """
     settings.optimizer_for(data)
     ranks = _ranks(settings, group)
@@ -78,6 +80,8 @@ def train(
             state = saver.begin()
             run = _Run(model, optimizer, data, settings, private, state, total=settings.epochs * len(loader))
             progress = TrainingProgress(step=private.steps_taken if private else 0, steps=run.total)
+            look = research or (lambda *_: None)
+            look(model, progress)
             while progress.step < run.total:
                 for x, y in islice(loader, len(loader) - progress.step % len(loader)):
                     run.set_lr(progress.step)
@@ -90,6 +94,7 @@ def train(
                     if progress.step % (settings.test_every * len(loader)) == 0:
                         progress = run.tested(progress)
                         report(progress)
+                        look(model, progress)
                     saver.after_step(epoch_ended=progress.step % len(loader) == 0)
             if state.tested != run.total:
                 progress = run.tested(progress)
