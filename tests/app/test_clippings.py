@@ -37,7 +37,9 @@ def test_names_lists_and_several_parameters() -> None:
 
 
 def test_a_parameter_that_is_set_again_replaces_the_first() -> None:
-    assert clippings.with_parameter("dc-p(percentile=0.1, bins=9)", "percentile", "0.9") == "dc-p(bins=9, percentile=0.9)"
+    assert (
+        clippings.with_parameter("dc-p(percentile=0.1, bins=9)", "percentile", "0.9") == "dc-p(bins=9, percentile=0.9)"
+    )
 
 
 def test_a_schedule_has_phases_with_numbers_of_their_own() -> None:
@@ -51,6 +53,12 @@ def _setting():  # type: ignore[no-untyped-def]
     from clipless.thresholds import Setting
 
     return Setting(1)
+
+
+def started(text: str) -> None:
+    made = clippings.parse(text)
+    assert isinstance(made, Clipping)
+    made.start(1)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +84,7 @@ def _setting():  # type: ignore[no-untyped-def]
 )
 def test_what_cannot_be_meant_is_refused(text: str, words: str) -> None:
     with pytest.raises(CliplessError, match=words):
-        made = clippings.parse(text)
-        assert isinstance(made, Clipping)
-        made.start(1)
+        started(text)
 
 
 def test_a_parameter_of_a_schedule_is_ambiguous() -> None:

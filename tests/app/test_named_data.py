@@ -38,7 +38,9 @@ def write_housing(folder: Path, rows: int = tables.HOUSING_RECORDS) -> None:
     (folder / "cal_housing.data.gz").write_bytes(gzip.compress(content, 1))
 
 
-PERSON = "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, Cuba, {}"
+PERSON = (
+    "39, Private, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, Cuba, {}"
+)
 
 
 def write_adult(folder: Path, rows: int = 32_561) -> None:
@@ -63,13 +65,23 @@ def write_sst2(folder: Path) -> None:
 
 
 def write_qnli(folder: Path) -> None:
-    rows = [["index", "question", "sentence", "label"], ["0", "Who?", "He did.", "entailment"], ["1", "A", "B", "not_entailment"]]
+    rows = [
+        ["index", "question", "sentence", "label"],
+        ["0", "Who?", "He did.", "entailment"],
+        ["1", "A", "B", "not_entailment"],
+    ]
     write_tsv(folder, {"train.tsv": rows, "dev.tsv": rows})
 
 
 def write_snli(folder: Path) -> None:
     head = ["gold_label", "sentence1", "sentence2"]
-    rows = [head, ["neutral", "A man.", "A person."], ["-", "x", "y"], ["contradiction", "x", "y"], ["entailment", "x", "y"]]
+    rows = [
+        head,
+        ["neutral", "A man.", "A person."],
+        ["-", "x", "y"],
+        ["contradiction", "x", "y"],
+        ["entailment", "x", "y"],
+    ]
     write_tsv(folder, {"snli_1.0_train.txt": rows, "snli_1.0_test.txt": rows})
 
 
@@ -154,7 +166,9 @@ def test_a_file_cut_short_is_refused_with_how_to_get_it(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_missing_files_are_named_with_how_to_get_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_are_named_with_how_to_get_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "SYSTEM_FOLDERS", ())
     monkeypatch.setenv(sources.VARIABLE, str(tmp_path / "one"))
     for refused in (lambda: load(name), lambda: load(name, tmp_path / "two")):

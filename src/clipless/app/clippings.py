@@ -53,7 +53,9 @@ def with_parameter(text: str, parameter: str, value: str) -> str:
     """
     name, inside = _divided(text)
     if name == SCHEDULE:
-        raise InvalidArgument(f"clipping.{parameter} of a schedule could be that of any phase: write the schedules out.")
+        raise InvalidArgument(
+            f"clipping.{parameter} of a schedule could be that of any phase: write the schedules out."
+        )
     kept = [part for part in split(inside) if part.partition("=")[0].strip() != parameter]
     made = f"{name}({', '.join([*kept, f'{parameter}={value}'])})"
     parse(made)

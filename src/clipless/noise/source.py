@@ -47,7 +47,7 @@ class NoiseSource:
         sums, outs, fits = [], [], True
         for value, stddev in zip(values, stddevs, strict=True):
             least = min(stddev, stddev / divisor)
-            if not (LEAST_STDDEV <= least and stddev / divisor < math.inf):
+            if not (least >= LEAST_STDDEV and stddev / divisor < math.inf):
                 raise _too_little(least)
             here = value.detach() if value.requires_grad else value
             if not (here.dtype is torch.float32 and here.is_cpu and here.is_contiguous()):

@@ -7,8 +7,8 @@ import typer
 from torch import Tensor, nn
 
 from clipless import preflight
-from clipless.app import data as data_sets
 from clipless.app import clippings, models
+from clipless.app import data as data_sets
 from clipless.app.cli import _output
 from clipless.app.cli._options import DataFolderOption, JsonOption
 from clipless.app.cli._training_options import ClippingOption, DataOption, ModelOption
@@ -26,8 +26,8 @@ def check(
 ) -> None:
     """How each parameter is handled, and whether the model keeps the promise, on the first records of a data set.
 
-    The loss is that of `clipless train`, one for each record. Exit code 0: sound, 1: unsound. The report is computed from the records
-    and is not private.
+    The loss is that of `clipless train`, one for each record. Exit code 0: sound, 1: unsound. The report is computed from
+    the records and is not private.
     """
     how = clippings.parse(clipping)
     if isinstance(how, Schedule):

@@ -12,7 +12,7 @@ from clipless.app.cli import _output
 from clipless.app.cli._options import DataFolderOption, JsonOption
 from clipless.app.cli._progress import progress_bar
 from clipless.app.progress import OnProgress
-from clipless.app.reproduce import REPRODUCTIONS, Request, reproductions
+from clipless.app.reproduce import REPRODUCTIONS, ReproductionRequest, reproductions
 from clipless.app.reproduce.result import ReproductionResult
 from clipless.arguments import named
 from clipless.errors import InvalidArgument
@@ -25,7 +25,9 @@ def reproduce(
     name: Annotated[str | None, typer.Argument(metavar="ID", help="What to reproduce; --list shows all.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Show what can be reproduced, and stop.")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of every setting. Default: the experiment's.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A smaller experiment of minutes, to see that it works.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A smaller experiment of minutes, to see that it works.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=1, help="Runs at a time, each with one thread if there are several.")] = 1,
     data_dir: DataFolderOption = None,
     out: Annotated[
@@ -34,7 +36,9 @@ def reproduce(
     kind: Annotated[str, typer.Option("--format", help="Kind of the pictures: png or svg.")] = "png",
     store: Annotated[Path | None, typer.Option(help="Folder in which the results are kept as ID.json.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write this page of all results in --store, and stop.")] = None,
-    readme: Annotated[Path | None, typer.Option(help="With --page: also the table between the README's markers.")] = None,
+    readme: Annotated[
+        Path | None, typer.Option(help="With --page: also the table between the README's markers.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a paper's figures and tables again, beside the published numbers, into one folder.
@@ -55,7 +59,7 @@ def reproduce(
     folder = out or Path("runs/reproduce") / (f"{name}-quick" if quick else name)
     RunFolder(folder).check_writable()
     with _progress(visible=not as_json) as report:
-        result = reproduction.run(Request(folder, kind, report, seeds, quick, workers, data_dir))
+        result = reproduction.run(ReproductionRequest(folder, kind, report, seeds, quick, workers, data_dir))
     if store is not None and not quick and (folder / "results.json").exists():
         store.mkdir(parents=True, exist_ok=True)
         copyfile(folder / "results.json", store / f"{name}.json")

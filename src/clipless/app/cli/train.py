@@ -95,25 +95,7 @@ def train(
     """
     if noise_multiplier is not None and _explicit(context, "epsilon"):
         raise InvalidArgument("--epsilon and --noise-multiplier contradict each other: give one of them.")
-    given = TrainingSettings(
-        model,
-        clipping,
-        epsilon,
-        delta,
-        epochs,
-        batch_size,
-        optimizer,
-        lr,
-        seed,
-        accountant,
-        noise,
-        noise_multiplier,
-        momentum,
-        weight_decay,
-        lr_schedule,
-        averaging,
-        unit_gradients,
-    )
+    given = _given(context)
     records = data_sets.load(data, data_dir) if out is None else None
     folder = out or Path("runs") / _slug(records.name if records else data, model, clipping)
     if resume and _finished(RunFolder(folder)):
@@ -144,6 +126,12 @@ def train(
         _output.show_table("Run", _summary(result, written))
         for note in _notes(settings):
             _output.show_note(note)
+
+
+def _given(context: typer.Context) -> TrainingSettings:
+    """The settings that have an option of their own name; the rest are the defaults."""
+    names = [field.name for field in fields(TrainingSettings) if field.name in context.params]
+    return TrainingSettings(**{name: context.params[name] for name in names})
 
 
 def _slug(*words: str) -> str:

@@ -103,14 +103,19 @@ def _records(name: str, part: str, features: Array, labels: Array) -> tuple[torc
 
 
 def make_texts(
-    name: str, train: tuple[Array, Array], test: tuple[Array, Array], classes: int, vocabulary: int, task: str = "classes"
+    name: str,
+    train: tuple[Array, Array],
+    test: tuple[Array, Array],
+    classes: int,
+    vocabulary: int,
+    task: str = "classes",
 ) -> Data:
     """Data of tokens, int64 [records, length] below `vocabulary`, with a class each or, for "tokens", the next tokens."""
     parts = []
     for part, (tokens, targets) in (("training", train), ("test", test)):
         if len(tokens) == 0:
             raise InvalidArgument(f"{name}: the {part} part is empty. Give it at least one record.")
-        if task == "classes" and not (0 <= targets.min() and targets.max() < classes):
+        if task == "classes" and not (targets.min() >= 0 and targets.max() < classes):
             raise InvalidArgument(f"{name}: a {part} label is outside 0 to {classes - 1}. Correct it.")
         parts.append(TensorDataset(torch.from_numpy(tokens), torch.from_numpy(targets)))
     return Data(name, parts[0], parts[1], classes, tuple(train[0].shape[1:]), task, vocabulary)

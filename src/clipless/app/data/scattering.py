@@ -28,12 +28,16 @@ def with_scattering(data: Data) -> Data:
     mapped into memory, so that several processes share them.
     """
     if len(data.shape) != 3:
-        raise InvalidArgument(f"{data.name} has no images, and scattering is a transform of images: leave {SUFFIX} out.")
+        raise InvalidArgument(
+            f"{data.name} has no images, and scattering is a transform of images: leave {SUFFIX} out."
+        )
     parts = []
     for part in (data.train, data.test):
         images, labels = part.tensors
         parts.append(TensorDataset(_kept(images), labels))
-    return replace(data, name=data.name + SUFFIX, train=parts[0], test=parts[1], shape=tuple(parts[0].tensors[0].shape[1:]))
+    return replace(
+        data, name=data.name + SUFFIX, train=parts[0], test=parts[1], shape=tuple(parts[0].tensors[0].shape[1:])
+    )
 
 
 def _kept(images: Tensor) -> Tensor:
@@ -67,4 +71,6 @@ def _kymatio() -> Any:
     try:
         return importlib.import_module("kymatio.torch")
     except ImportError as error:
-        raise MissingLibrary(f"scattering features need kymatio ({error}): pip install --no-deps kymatio appdirs.") from error
+        raise MissingLibrary(
+            f"scattering features need kymatio ({error}): pip install --no-deps kymatio appdirs."
+        ) from error

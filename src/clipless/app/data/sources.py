@@ -51,12 +51,13 @@ def find(source: Source, files: Sequence[str], data_dir: str | Path | None) -> l
 
 def find_any(source: Source, sets: Sequence[Sequence[str]], data_dir: str | Path | None) -> tuple[int, list[Path]]:
     """The number of the first set of files that is there whole, and its paths. Raises as `find` does for the first set."""
+    refusals = []
     for number, files in enumerate(sets):
         try:
             return number, find(source, files, data_dir)
         except InvalidArgument as error:
-            first = error if number == 0 else first
-    raise first
+            refusals.append(error)
+    raise refusals[0]
 
 
 def existing(folder: Path, file: str) -> Path | None:

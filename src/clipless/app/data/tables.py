@@ -36,21 +36,59 @@ HOUSING = Source(
     "Put cal_housing.data there, from cal_housing.tgz of StatLib (www.dcc.fc.up.pt/~ltorgo/Regression).",
 )
 ADULT = Source(
-    "adult", ("adult",), "Put adult.data and adult.test of archive.ics.uci.edu/dataset/2 there (or adult_train.csv and adult_test.csv)."
+    "adult",
+    ("adult",),
+    "Put adult.data and adult.test of archive.ics.uci.edu/dataset/2 there (or adult_train.csv and adult_test.csv).",
 )
 
-ADULT_COLUMNS = (
-    "age workclass fnlwgt education education-num marital-status occupation relationship race sex capital-gain "
-    "capital-loss hours-per-week native-country income"
-).split()
+ADULT_COLUMNS = [
+    "age",
+    "workclass",
+    "fnlwgt",
+    "education",
+    "education-num",
+    "marital-status",
+    "occupation",
+    "relationship",
+    "race",
+    "sex",
+    "capital-gain",
+    "capital-loss",
+    "hours-per-week",
+    "native-country",
+    "income",
+]
 # The values that the set's documentation lists; "?" stands for one that is missing.
 ADULT_VALUES = {
-    "workclass": "? Private Self-emp-not-inc Self-emp-inc Federal-gov Local-gov State-gov Without-pay Never-worked".split(),
-    "occupation": (
-        "? Tech-support Craft-repair Other-service Sales Exec-managerial Prof-specialty Handlers-cleaners "
-        "Machine-op-inspct Adm-clerical Farming-fishing Transport-moving Priv-house-serv Protective-serv Armed-Forces"
-    ).split(),
-    "race": "White Asian-Pac-Islander Amer-Indian-Eskimo Other Black".split(),
+    "workclass": [
+        "?",
+        "Private",
+        "Self-emp-not-inc",
+        "Self-emp-inc",
+        "Federal-gov",
+        "Local-gov",
+        "State-gov",
+        "Without-pay",
+        "Never-worked",
+    ],
+    "occupation": [
+        "?",
+        "Tech-support",
+        "Craft-repair",
+        "Other-service",
+        "Sales",
+        "Exec-managerial",
+        "Prof-specialty",
+        "Handlers-cleaners",
+        "Machine-op-inspct",
+        "Adm-clerical",
+        "Farming-fishing",
+        "Transport-moving",
+        "Priv-house-serv",
+        "Protective-serv",
+        "Armed-Forces",
+    ],
+    "race": ["White", "Asian-Pac-Islander", "Amer-Indian-Eskimo", "Other", "Black"],
 }
 ADULT_LABELS = ("income over 50K", "male", "married", "degree", "full time", "owns capital")
 
@@ -82,7 +120,9 @@ def adult(data_dir: str | Path | None = None) -> Data:
     """Whether one of 48,842 people earns over 50,000 dollars: 32,561 to train on and 16,281 to test."""
     train, test = (_adult_features(rows, income_known=False) for rows in _adult_rows(data_dir))
     (x, labels), (x_test, test_labels) = train, test
-    return make_data("adult", (x, labels[:, 0].astype(np.int64)), (x_test, test_labels[:, 0].astype(np.int64)), classes=2)
+    return make_data(
+        "adult", (x, labels[:, 0].astype(np.int64)), (x_test, test_labels[:, 0].astype(np.int64)), classes=2
+    )
 
 
 def adult_labels(data_dir: str | Path | None = None) -> Data:
@@ -132,11 +172,15 @@ def _adult_rows(data_dir: str | Path | None) -> list[list[dict[str, str]]]:
 def _adult_features(rows: list[dict[str, str]], income_known: bool) -> tuple[Array, Array]:
     """Features and the six labels. `income_known` leaves out the columns that labels other than income come from."""
     try:
-        number = {name: np.array([float(row[name]) for row in rows]) for name in ("age", "education-num", "hours-per-week")}
+        number = {
+            name: np.array([float(row[name]) for row in rows]) for name in ("age", "education-num", "hours-per-week")
+        }
         capital = np.array([[float(row["capital-gain"]), float(row["capital-loss"])] for row in rows])
     except ValueError as error:
         raise InvalidArgument(f"adult: a number is missing ({error}). {ADULT.remedy}") from error
-    chosen = [np.array([[row[name] == value for value in values] for row in rows]) for name, values in ADULT_VALUES.items()]
+    chosen = [
+        np.array([[row[name] == value for value in values] for row in rows]) for name, values in ADULT_VALUES.items()
+    ]
     married = np.array([row["marital-status"].startswith("Married-") for row in rows])
     male = np.array([row["sex"] == "Male" for row in rows])
     labels = np.stack(

@@ -1,5 +1,5 @@
-"""Texts by name, as tokens of a fixed length. No vocabulary is learned from the records, which would cost privacy: letters are
-numbered by a fixed alphabet, words by a hash, bytes by themselves."""
+"""Texts by name, as tokens of a fixed length. No vocabulary is learned from the records, which would cost privacy:
+letters are numbered by a fixed alphabet, words by a hash, bytes by themselves."""
 
 import csv
 import io
@@ -17,10 +17,26 @@ from clipless.errors import InvalidArgument
 PADDING = 0
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,;'-"
 NAME_LENGTH = 20
-LANGUAGES = (
-    "Arabic Chinese Czech Dutch English French German Greek Irish Italian Japanese Korean Polish Portuguese Russian "
-    "Scottish Spanish Vietnamese"
-).split()
+LANGUAGES = [
+    "Arabic",
+    "Chinese",
+    "Czech",
+    "Dutch",
+    "English",
+    "French",
+    "German",
+    "Greek",
+    "Irish",
+    "Italian",
+    "Japanese",
+    "Korean",
+    "Polish",
+    "Portuguese",
+    "Russian",
+    "Scottish",
+    "Spanish",
+    "Vietnamese",
+]
 NAMES_TEST_SHARE = 0.2
 SPLIT_SEED = 0
 BUCKETS = 8_192  # of the hash of words; 0 is padding
@@ -42,7 +58,9 @@ SNLI = Source(
     ("snli_1.0", "snli", "snli_subset"),
     "Put snli_1.0_train.txt and snli_1.0_test.txt of nlp.stanford.edu/projects/snli there.",
 )
-E2E = Source("e2e", ("e2e", "e2e-dataset"), "Put trainset.csv and testset_w_refs.csv of github.com/tuetschek/e2e-dataset there.")
+E2E = Source(
+    "e2e", ("e2e", "e2e-dataset"), "Put trainset.csv and testset_w_refs.csv of github.com/tuetschek/e2e-dataset there."
+)
 
 
 def names(data_dir: str | Path | None = None) -> Data:
@@ -181,5 +199,7 @@ def _name_pairs(data_dir: str | Path | None) -> list[tuple[str, str]]:
         pairs = [(row[0], row[1]) for row in rows]
     pairs = [pair for pair in pairs if pair[0]]
     if len({language for _, language in pairs}) != len(LANGUAGES):
-        raise InvalidArgument(f"{paths[0].parent} lacks names of some of the {len(LANGUAGES)} languages. {NAMES.remedy}")
+        raise InvalidArgument(
+            f"{paths[0].parent} lacks names of some of the {len(LANGUAGES)} languages. {NAMES.remedy}"
+        )
     return pairs

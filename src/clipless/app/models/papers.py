@@ -1,6 +1,7 @@
 """The papers' networks for images and tables, each `(shape, classes) -> nn.Module`."""
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ def cifar_cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
 def global_mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
     """GLOBAL's network for tables: hidden layers of 64, 64 and 32 ReLU units."""
     sizes = (math.prod(shape), 64, 64, 32)
-    hidden = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]
+    hidden = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(32, classes))
 
 

@@ -1,7 +1,7 @@
 """`clipless reproduce`: what the papers show, made again. `REPRODUCTIONS` finds each by its id.
 
-To add an experiment, write a TOML file in `configurations`. For anything else write a function `Request ->
-ReproductionResult` and register it here with a line on what it is.
+To add an experiment, write a TOML file in `configurations`. For anything else write a function
+`ReproductionRequest -> ReproductionResult` and register it here with a line on what it is.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from clipless.app.reproduce.result import ReproductionResult
 
 
 @dataclass(frozen=True)
-class Request:
+class ReproductionRequest:
     """What is asked for: the folder to write to, the kind of pictures, whom to report progress to, and for experiments the
     number of seeds (None: the experiment's), whether a quick one is enough, runs at a time, and the folder of the data."""
 
@@ -31,10 +31,10 @@ class Reproduction:
     """Something that can be reproduced: what it is, and how, into a folder."""
 
     what: str
-    run: Callable[[Request], ReproductionResult]
+    run: Callable[[ReproductionRequest], ReproductionResult]
 
 
-def _theory(request: Request) -> ReproductionResult:
+def _theory(request: ReproductionRequest) -> ReproductionResult:
     from clipless.app.reproduce import theory
     from clipless.app.reproduce.page import draw_page
 
@@ -53,14 +53,16 @@ def reproductions() -> dict[str, Reproduction]:
     from clipless.app.reproduce.configuration import configurations
 
     experiments = {
-        name: Reproduction(f"{each.source}: {each.title}; about {each.minutes:g} minutes on two cores", _experiment(name))
+        name: Reproduction(
+            f"{each.source}: {each.title}; about {each.minutes:g} minutes on two cores", _experiment(name)
+        )
         for name, each in configurations().items()
     }
     return {**REPRODUCTIONS, **experiments}
 
 
-def _experiment(name: str) -> Callable[[Request], ReproductionResult]:
-    def run(request: Request) -> ReproductionResult:
+def _experiment(name: str) -> Callable[[ReproductionRequest], ReproductionResult]:
+    def run(request: ReproductionRequest) -> ReproductionResult:
         from clipless.app.reproduce import experiment
         from clipless.app.reproduce.configuration import configuration
 

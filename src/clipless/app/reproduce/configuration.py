@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Published:
-    """A number of the paper for the runs of `row` whose grid values are among `point`; percent where ours is an accuracy."""
+    """A number of the paper for the runs of `row` at this point of the grid; in percent where ours is an accuracy."""
 
     row: str
     value: float
@@ -42,7 +42,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridRun:
     """One run: a row at one point of the grid with one seed."""
 
     row: str
@@ -81,12 +81,12 @@ class Configuration:
         """Whether single training records are looked at, so that the figures are not private."""
         return "norms" in self.measure
 
-    def cells(self, seeds: int | None = None) -> list[Cell]:
+    def cells(self, seeds: int | None = None) -> list[GridRun]:
         """All runs, one seed after the other, so that a grid cut short is cut short evenly."""
         found = []
         for seed in range(self.seeds if seeds is None else seeds):
             for row in self.rows:
-                found += [Cell(row.name, point, self._settings(row, point, seed)) for point in self._points(row)]
+                found += [GridRun(row.name, point, self._settings(row, point, seed)) for point in self._points(row)]
         return found
 
     def quickly(self) -> "Configuration":
@@ -99,7 +99,9 @@ class Configuration:
         seeds = changes.pop("seeds", 1)
         if changes:
             raise InvalidArgument(f"{self.id}: [quick] has no {', '.join(changes)}.")
-        return replace(self, rows=rows, settings=settings, grid=grid, seeds=seeds, published=(), title=f"{self.title} (quick)")
+        return replace(
+            self, rows=rows, settings=settings, grid=grid, seeds=seeds, published=(), title=f"{self.title} (quick)"
+        )
 
     def published_for(self, row: str, point: Mapping[str, Any]) -> Published | None:
         """What the paper has for this row and point."""
@@ -153,8 +155,8 @@ def parse(name: str, text: str) -> Configuration:
         grid = {key: tuple(values) for key, values in flattened(content.pop("grid", {})).items()}
         measure = tuple(content.pop("measure", ()))
         made = Configuration(id=name, rows=rows, published=published, grid=grid, measure=measure, **content)
-        made.cells()
-        made.quickly().cells()
+        for cell in (*made.cells(), *made.quickly().cells()):
+            assert not cell.settings.private or cell.settings.how  # or raises
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"the configuration {name} cannot be read: {error}.") from error
     return made

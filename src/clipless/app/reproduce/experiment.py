@@ -47,7 +47,12 @@ def written(experiment: Configuration, folder: Path, kind: str, seeds: int | Non
     found = lines(experiment, records)
     page = folder / "table.md"
     notes = [experiment.note.strip(), NOT_PRIVATE if experiment.research else ""]
-    text = [f"# {experiment.title}", f"{experiment.source}, data {experiment.data}.", markdown(found), *filter(None, notes)]
+    text = [
+        f"# {experiment.title}",
+        f"{experiment.source}, data {experiment.data}.",
+        markdown(found),
+        *filter(None, notes),
+    ]
     page.write_text("\n\n".join(text) + "\n", encoding="utf-8")
     figures = {}
     for name in picture_names(experiment, records):

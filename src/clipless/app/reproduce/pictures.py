@@ -8,23 +8,31 @@ import numpy as np
 from clipless.app.charts.drawing import COLOURS, MARKERS
 from clipless.app.reproduce.configuration import Configuration
 from clipless.app.reproduce.drawing import curve, dress, panels
-from clipless.app.reproduce.summary import Line, metric_name
+from clipless.app.reproduce.summary import TableLine, metric_name
 
 NOTE = {"fontsize": 7, "color": "0.35"}
 
 
-def bars(experiment: Configuration, found: Sequence[Line], records: Sequence[Mapping[str, Any]]) -> Any:
+def bars(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
     """A point with its interval for every line, the paper's beside it."""
     figure, (axes,) = panels(1)
     labels = [_label(line) for line in found]
     for number, line in enumerate(found):
-        axes.errorbar(line.mean, number, xerr=line.interval, fmt="o", color=COLOURS[0], capsize=4, label=_once("ours", number))
+        axes.errorbar(
+            line.mean, number, xerr=line.interval, fmt="o", color=COLOURS[0], capsize=4, label=_once("ours", number)
+        )
         axes.plot(line.scores, [number] * len(line.scores), "|", color=COLOURS[0], alpha=0.5, markersize=7)
         axes.annotate(line.text, (line.mean, number), xytext=(0, 7), textcoords="offset points", ha="center", **NOTE)
     theirs = [(number, line.published) for number, line in enumerate(found) if line.published]
     for count, (number, one) in enumerate(theirs):
         axes.errorbar(
-            one.value, number - 0.22, xerr=one.interval, fmt="D", color=COLOURS[1], capsize=4, label=_once("paper", count)
+            one.value,
+            number - 0.22,
+            xerr=one.interval,
+            fmt="D",
+            color=COLOURS[1],
+            capsize=4,
+            label=_once("paper", count),
         )
     axes.set_yticks(range(len(found)), labels)
     axes.invert_yaxis()
@@ -33,13 +41,15 @@ def bars(experiment: Configuration, found: Sequence[Line], records: Sequence[Map
     return figure
 
 
-def curves(experiment: Configuration, found: Sequence[Line], records: Sequence[Mapping[str, Any]]) -> Any:
+def curves(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
     """The metric against a setting of the grid, one curve with error bars for every row; the paper's dashed."""
     key = experiment.figure["x"]
     figure, (axes,) = panels(1)
     rows = list(dict.fromkeys(line.row for line in found))
     for number, row in enumerate(rows):
-        own = sorted((line for line in found if line.row == row and key in line.point), key=lambda line: line.point[key])
+        own = sorted(
+            (line for line in found if line.row == row and key in line.point), key=lambda line: line.point[key]
+        )
         style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 4}
         x = [line.point[key] for line in own]
         if own:
@@ -56,7 +66,7 @@ def curves(experiment: Configuration, found: Sequence[Line], records: Sequence[M
     return figure
 
 
-def heat(experiment: Configuration, found: Sequence[Line], records: Sequence[Mapping[str, Any]]) -> Any:
+def heat(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
     """For every row a map of the metric over two settings of the grid, all in the same colours."""
     rows = list(dict.fromkeys(line.row for line in found))
     figure, all_axes = panels(min(len(rows), 3))
@@ -64,7 +74,9 @@ def heat(experiment: Configuration, found: Sequence[Line], records: Sequence[Map
     image = None
     for axes, row in zip(all_axes, rows, strict=False):
         own = [line for line in found if line.row == row]
-        keys = [key for key in (experiment.figure["x"], experiment.figure["y"]) if all(key in line.point for line in own)]
+        keys = [
+            key for key in (experiment.figure["x"], experiment.figure["y"]) if all(key in line.point for line in own)
+        ]
         x, y = (sorted({line.point[key] for line in own}) for key in keys)
         table = np.full((len(y), len(x)), np.nan)
         for line in own:
@@ -81,7 +93,7 @@ def heat(experiment: Configuration, found: Sequence[Line], records: Sequence[Map
     return figure
 
 
-def thresholds(experiment: Configuration, found: Sequence[Line], records: Sequence[Mapping[str, Any]]) -> Any:
+def thresholds(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
     """The released thresholds over training, first seed, one curve for every run that has any."""
     figure, (axes,) = panels(1)
     shown = [one for one in records if one["thresholds"] and one["settings"]["seed"] == 0]
@@ -93,7 +105,7 @@ def thresholds(experiment: Configuration, found: Sequence[Line], records: Sequen
     return figure
 
 
-def norms(experiment: Configuration, found: Sequence[Line], records: Sequence[Mapping[str, Any]]) -> Any:
+def norms(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
     """Quantiles of the per-sample norms over training, and the threshold; one panel for every run of the first seed."""
     shown = [one for one in records if "norms" in (one.get("extra") or {}) and one["settings"]["seed"] == 0][:3]
     figure, all_axes = panels(len(shown))
@@ -110,7 +122,7 @@ def norms(experiment: Configuration, found: Sequence[Line], records: Sequence[Ma
     return figure
 
 
-def reliability(experiment: Configuration, found: Sequence[Line], records: Sequence[Mapping[str, Any]]) -> Any:
+def reliability(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
     """Accuracy against confidence, and the probability of the true class; runs of the first seed."""
     figure, (left, right) = panels(2)
     left.plot([0, 1], [0, 1], color="0.6", linewidth=1)
@@ -122,13 +134,15 @@ def reliability(experiment: Configuration, found: Sequence[Line], records: Seque
         x, y = ([bins[name][place] for place in full] for name in ("confidence", "accuracy"))
         curve(left, number, x, y, label, marker=MARKERS[number % len(MARKERS)], markersize=3)
         shares = np.array(bins["true_class"]) / sum(bins["true_class"])
-        right.stairs(shares, np.linspace(0, 1, len(shares) + 1), color=COLOURS[number % len(COLOURS)], label=record["row"])
+        right.stairs(
+            shares, np.linspace(0, 1, len(shares) + 1), color=COLOURS[number % len(COLOURS)], label=record["row"]
+        )
     dress(left, "reliability on test records", "confidence", "accuracy")
     dress(right, "probability given to the true class", "probability", "share of test records", "y")
     return figure
 
 
-def _label(line: Line) -> str:
+def _label(line: TableLine) -> str:
     return "\n".join([line.row, ", ".join(f"{key} {value}" for key, value in line.point.items())]).strip()
 
 
@@ -136,6 +150,6 @@ def _once(label: str, number: int) -> str | None:
     return label if number == 0 else None
 
 
-Picture = Callable[[Configuration, Sequence[Line], Sequence[Mapping[str, Any]]], Any]
+Picture = Callable[[Configuration, Sequence[TableLine], Sequence[Mapping[str, Any]]], Any]
 PICTURES: dict[str, Picture] = {"bars": bars, "curves": curves, "heat": heat, "thresholds": thresholds}
 PICTURES |= {"norms": norms, "reliability": reliability}

@@ -11,7 +11,7 @@ from clipless.app.charts.drawing import save
 from clipless.app.reproduce.configuration import Configuration, configurations
 from clipless.app.reproduce.experiment import NOT_PRIVATE, picture_names
 from clipless.app.reproduce.pictures import PICTURES
-from clipless.app.reproduce.summary import Line, lines, markdown, with_interval
+from clipless.app.reproduce.summary import TableLine, lines, markdown, with_interval
 from clipless.errors import InvalidArgument
 
 MARKERS = "<!-- results -->", "<!-- end of results -->"
@@ -59,13 +59,14 @@ def write_readme(folder: Path, readme: Path) -> None:
     known = configurations()
     rows = ["| experiment | | ε, accountant | ours | seeds | published |", "| --- | --- | --- | --- | --- | --- |"]
     for name, content in stored_results(folder).items():
-        for line in lines(known[name], content["runs"]):
-            if line.published or known[name].figure.get("readme"):
-                rows.append(_readme_row(name, line, content["runs"]))
+        quoted = [
+            one for one in lines(known[name], content["runs"]) if one.published or known[name].figure.get("readme")
+        ]
+        rows += [_readme_row(name, line, content["runs"]) for line in quoted]
     put_between(MARKERS, "\n".join(rows) + "\n", readme)
 
 
-def _readme_row(name: str, line: Line, records: Sequence[Mapping[str, Any]]) -> str:
+def _readme_row(name: str, line: TableLine, records: Sequence[Mapping[str, Any]]) -> str:
     own = next(one for one in records if one["row"] == line.row and one["point"] == line.point)
     spent = "not private" if line.epsilon is None else f"{line.epsilon:.3g}, {own['settings']['accountant']}"
     theirs = "" if line.published is None else with_interval(line.published.value, line.published.interval)
@@ -82,7 +83,10 @@ def _pictures(experiment: Configuration, records: Sequence[Mapping[str, Any]], f
 
 
 def _section(
-    experiment: Configuration, content: Mapping[str, Any], records: Sequence[Mapping[str, Any]], pictures: Sequence[Path]
+    experiment: Configuration,
+    content: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    pictures: Sequence[Path],
 ) -> str:
     missing = content["missing_runs"]
     settings = ", ".join(f"{key} {value}" for key, value in experiment.settings.items())

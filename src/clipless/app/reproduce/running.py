@@ -16,7 +16,7 @@ from clipless.app.bench import machine
 from clipless.app.data import Data
 from clipless.app.progress import OnProgress
 from clipless.app.reproduce import measures
-from clipless.app.reproduce.configuration import Cell, Configuration
+from clipless.app.reproduce.configuration import Configuration, GridRun
 from clipless.app.training import Result, Saving, train
 from clipless.app.tuning.pools import InProcess, Pool, Processes
 from clipless.errors import CliplessError
@@ -63,7 +63,7 @@ def run_grid(
 
 
 def run_cell(
-    cell: Cell, data: str, data_dir: str | None, folder: str, resume: bool, measure: tuple[str, ...] = ()
+    cell: GridRun, data: str, data_dir: str | None, folder: str, resume: bool, measure: tuple[str, ...] = ()
 ) -> None:
     """Train one run and store its record."""
     records = _load(data, data_dir)
@@ -76,7 +76,7 @@ def run_cell(
         rmtree(saving.out, ignore_errors=True)
 
 
-def stored(folder: Path, cell: Cell) -> dict[str, Any] | None:
+def stored(folder: Path, cell: GridRun) -> dict[str, Any] | None:
     """The record of a run that ended earlier with the same settings; None if there is none."""
     path = folder / RUNS / f"{cell.stem}.json"
     try:
@@ -98,17 +98,17 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     replace_file(path, lambda file: file.write((json.dumps(record, indent=1) + "\n").encode()))
 
 
-def finished(experiment: Configuration, folder: Path, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def finished(experiment: Configuration, folder: Path, cells: Sequence[GridRun]) -> list[dict[str, Any]]:
     """The records of the runs that are stored, whatever else is still to be run."""
     return [record for cell in cells if (record := stored(folder, cell)) is not None]
 
 
-def _work(cell: Cell) -> float:
+def _work(cell: GridRun) -> float:
     """Records that a run sees, in units of the data set: what its time grows with."""
     return float(cell.settings.epochs)
 
 
-def _record(cell: Cell, result: Result) -> dict[str, Any]:
+def _record(cell: GridRun, result: Result) -> dict[str, Any]:
     ledger = None if result.ledger is None else Ledger.from_dict(result.ledger)
     return {
         "row": cell.row,

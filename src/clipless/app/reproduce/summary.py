@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """The runs of one row at one point of the grid. `scores` are accuracies in percent, or the metric as it is."""
 
     row: str
@@ -39,7 +39,7 @@ class Line:
     def text(self) -> str:
         """The mean and its interval.
 
-        >>> Line("a", {}, "accuracy", (86.0, 87.0), None, {}, None, None, {}).text
+        >>> TableLine("a", {}, "accuracy", (86.0, 87.0), None, {}, None, None, {}).text
         '86.50 ± 6.35'
         """
         return with_interval(self.mean, self.interval)
@@ -62,7 +62,7 @@ def with_interval(mean: float, half: float | None) -> str:
     return f"{mean:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
 
-def lines(experiment: Configuration, records: Sequence[Mapping[str, Any]]) -> list[Line]:
+def lines(experiment: Configuration, records: Sequence[Mapping[str, Any]]) -> list[TableLine]:
     """The lines of an experiment's table, for what has been run."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for record in records:
@@ -70,7 +70,7 @@ def lines(experiment: Configuration, records: Sequence[Mapping[str, Any]]) -> li
     return [_line(experiment, group) for group in groups.values()]
 
 
-def markdown(found: Sequence[Line]) -> str:
+def markdown(found: Sequence[TableLine]) -> str:
     """The table: one line for every row and point, ours beside the paper's."""
     keys = list(dict.fromkeys(key for line in found for key in line.point if key != "epsilon"))
     extras = list(dict.fromkeys(key for line in found for key in line.extra))
@@ -83,7 +83,10 @@ def markdown(found: Sequence[Line]) -> str:
         also = ", ".join(f"{name} {value:.2f}" for name, value in line.epsilons.items())
         spent = "not private" if line.epsilon is None else f"{line.epsilon:.3g}"
         point = [str(line.point.get(key, "")) for key in keys]
-        extra = [with_interval(fmean(line.extra[key]), interval(line.extra[key])) if key in line.extra else "" for key in extras]
+        extra = [
+            with_interval(fmean(line.extra[key]), interval(line.extra[key])) if key in line.extra else ""
+            for key in extras
+        ]
         rows.append([line.row, spent, *point, *extra, line.text, str(len(line.scores)), theirs, also])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -97,11 +100,11 @@ def metric_name(metric: str) -> str:
     return metric.replace("_", " ") + (", %" if metric.endswith("accuracy") else "")
 
 
-def _line(experiment: Configuration, group: Sequence[Mapping[str, Any]]) -> Line:
+def _line(experiment: Configuration, group: Sequence[Mapping[str, Any]]) -> TableLine:
     first = group[0]
     scale = 100.0 if first["metric"].endswith("accuracy") else 1.0
     names = [name for name in (first.get("extra") or {}) if isinstance(first["extra"][name], (int, float))]
-    return Line(
+    return TableLine(
         row=first["row"],
         point=first["point"],
         metric=first["metric"],

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
+from clipless.accounting import Spent
 from clipless.app import models
 from clipless.app.data import Data
 from clipless.app.threads import torch_threads
@@ -34,8 +35,8 @@ class TrainingProgress:
     """Where a run stands.
 
     `epsilon` and `score`, the task's metric on the test records, are those of the last test, None before the first;
-    `epsilon` is None without privacy. `threshold` is the length of the current threshold vector, a constant or a released value; None without
-    privacy.
+    `epsilon` is None without privacy. `threshold` is the length of the current threshold vector, a constant or a released
+    value; None without privacy.
     """
 
     step: int
@@ -66,7 +67,7 @@ def train(
     settings.optimizer_for(data)
     ranks = _ranks(settings, group)
     model_seed, shuffle_seed, noise_seed = ranks.shared(_seeds(settings.seed))
-    report = on_progress or (lambda _: None)
+    report, look = on_progress or (lambda _: None), research or (lambda *_: None)
     task = TASKS[data.task]
     with torch.random.fork_rng(devices=[]), torch_threads(_threads(settings.batch_size * math.prod(data.shape))):
         torch.manual_seed(model_seed)
@@ -80,7 +81,6 @@ def train(
             state = saver.begin()
             run = _Run(model, optimizer, data, settings, private, state, total=settings.epochs * len(loader))
             progress = TrainingProgress(step=private.steps_taken if private else 0, steps=run.total)
-            look = research or (lambda *_: None)
             look(model, progress)
             while progress.step < run.total:
                 for x, y in islice(loader, len(loader) - progress.step % len(loader)):
@@ -104,21 +104,7 @@ def train(
             if private:
                 private.detach()
     model.load_state_dict(state.average, strict=False)
-    return Result(
-        data=data.name,
-        settings=settings,
-        scores=tuple(state.scores),
-        metric=task.metric,
-        steps=progress.step,
-        seconds=seconds,
-        epsilon=spent.epsilon if spent else None,
-        delta=spent.delta if spent else None,
-        plan=private.plan.to_dict() if private else None,
-        ledger=private.ledger.to_dict() if private else None,
-        history=private.history.to_dict() if private else None,
-        model=model,
-        ledger_file=private.ledger_file if private else None,
-    )
+    return _result(run, progress.step, seconds, spent)
 
 
 @dataclass
@@ -174,6 +160,25 @@ class _WithWeights(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional_call(self._model, self._weights, (x,))  # type: ignore[no-any-return]
+
+
+def _result(run: "_Run", steps: int, seconds: float, spent: Spent | None) -> Result:
+    private = run.private
+    return Result(
+        data=run.data.name,
+        settings=run.settings,
+        scores=tuple(run.state.scores),
+        metric=TASKS[run.data.task].metric,
+        steps=steps,
+        seconds=seconds,
+        epsilon=spent.epsilon if spent else None,
+        delta=spent.delta if spent else None,
+        plan=private.plan.to_dict() if private else None,
+        ledger=private.ledger.to_dict() if private else None,
+        history=private.history.to_dict() if private else None,
+        model=run.model,
+        ledger_file=private.ledger_file if private else None,
+    )
 
 
 def _ranks(settings: TrainingSettings, group: bool | None) -> Alone | Ranks:

@@ -58,7 +58,9 @@ def _token_sum(output: Tensor, y: Tensor) -> tuple[float, float]:
 
 TASKS = {
     "classes": LearningTask("accuracy", True, _class_losses, _hits),
-    "numbers": LearningTask("squared_error", False, _squared_errors, lambda o, y: (float(_squared_errors(o, y).sum()), len(y))),
+    "numbers": LearningTask(
+        "squared_error", False, _squared_errors, lambda o, y: (float(_squared_errors(o, y).sum()), len(y))
+    ),
     "labels": LearningTask("label_accuracy", True, _label_losses, _label_hits),
     "tokens": LearningTask("loss_per_token", False, _token_losses, _token_sum),
 }
