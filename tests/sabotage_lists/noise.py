@@ -171,7 +171,7 @@ SABOTAGES = (
     Sabotage(
         "noise-too-small-to-hide-anything",
         SOURCE,
-        "if not (LEAST_STDDEV <= least and stddev / divisor < math.inf):",
+        "if not (least >= LEAST_STDDEV and stddev / divisor < math.inf):",
         "if not stddev < math.inf:",
         (f"{TESTS}/test_noise_sources.py::test_noise_that_hides_nothing_is_refused",),
     ),

@@ -56,8 +56,8 @@ COMMANDS = {
         "clipless report --accountant pld runs/digits-mlp-auto-s",
     ),
     "reproduce": CommandEntry(
-        "Make a paper's figures again, into one folder with a page that shows them side by side.",
-        "clipless reproduce --out runs/theory theory",
+        "Make a paper's figures and tables again, beside the published numbers, into one folder.",
+        "clipless reproduce auto-fashion --quick",
     ),
 }
 

@@ -58,7 +58,7 @@ class GridRun:
 
 @dataclass(frozen=True)
 class Configuration:
-    """An experiment. `grid` has lists of settings that every row is run with; `note` says where it differs from the paper."""
+    """An experiment. Every row is run with each setting of the `grid`; `note` says where it differs from the paper."""
 
     id: str
     title: str
