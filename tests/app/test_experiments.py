@@ -9,13 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from clipless.app.cli import app
-from clipless.app.data import DATA
+from clipless.app.data import DATA, load
 from clipless.app.models import MODELS, TEXT_MODELS
 from clipless.app.reproduce import experiment, results_page, running
 from clipless.app.reproduce.configuration import Configuration, configurations, parse
 from clipless.app.reproduce.pictures import PICTURES
 from clipless.app.reproduce.summary import interval, lines, markdown
-from clipless.errors import CliplessError, InvalidArgument
+from clipless.app.training import Saving, train
+from clipless.errors import CliplessError, Interrupted, InvalidArgument
 
 SMALL = """
 title = "Digits"
@@ -146,13 +147,10 @@ def test_a_damaged_record_is_refused_by_name(small: Configuration, tmp_path: Pat
         running.stored(tmp_path, cell)
 
 
-def test_an_unfinished_run_of_a_long_experiment_is_resumed(small: Configuration, tmp_path: Path) -> None:
+def test_nothing_is_left_of_the_checkpoints_of_finished_runs(small: Configuration, tmp_path: Path) -> None:
     long = replace(small, resume=True, rows=small.rows[:1], seeds=1, measure=())
-    records = running.run_grid(long, tmp_path, lambda *_: None)
-    assert [record["score"] for record in records] == [
-        record["score"] for record in running.finished(long, tmp_path, long.cells())
-    ]
-    assert not list((tmp_path / running.UNFINISHED).iterdir()), "nothing is left of finished runs"
+    assert len(running.run_grid(long, tmp_path, lambda *_: None)) == 2
+    assert not list((tmp_path / running.UNFINISHED).iterdir())
 
 
 def test_means_intervals_and_published_numbers_stand_side_by_side(small: Configuration, folder: Path) -> None:
@@ -256,3 +254,24 @@ def test_errors_are_not_shown_in_percent(small: Configuration) -> None:
     table = markdown(lines(small, [fake("plain", 0.5), fake("plain", 0.7)]))
     assert "squared error, ours" in table
     assert "0.6000 ± 1.2706" in table
+
+
+def test_an_interrupted_run_of_a_long_experiment_goes_on(
+    small: Configuration, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's checkpoint is found: the steps before it are not taken again."""
+    cell = replace(small.cells()[0], settings=replace(small.cells()[0].settings, epochs=3))
+    steps: list[int] = []
+    digits = load("digits")
+    place = Saving(tmp_path / running.UNFINISHED / cell.stem, resume=True)
+    with pytest.raises(Interrupted):
+        train(digits, cell.settings, lambda at: steps.append(at.step), place, stop=lambda: len(steps) >= 7, group=False)
+    monkeypatch.setattr(
+        running, "train", lambda *args, **kwargs: train(*args, on_progress=lambda at: steps.append(at.step), **kwargs)
+    )
+    running.run_cell(cell, "digits", None, str(tmp_path), resume=True)
+    record = running.stored(tmp_path, cell)
+    assert record is not None
+    assert steps.count(2) == 1
+    assert max(steps) == record["steps"] == 15
+    assert record["score"] == train(digits, cell.settings, group=False).score

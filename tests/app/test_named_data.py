@@ -20,10 +20,15 @@ def write_idx(path: Path, shape: tuple[int, ...], highest: int) -> None:
     path.write_bytes(bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + array.tobytes())
 
 
-def write_mnist(folder: Path) -> None:
+def write_mnist(folder: Path, first: tuple[int, ...] = images.FIRST_LABELS["mnist"]) -> None:
     for part, records in (("train", 60_000), ("t10k", 10_000)):
         write_idx(folder / f"{part}-images-idx3-ubyte", (records, 28, 28), 256)
-        write_idx(folder / f"{part}-labels-idx1-ubyte", (records,), 10)
+        labels = np.resize(np.array(first, np.uint8), records)
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">BBBBI", 0, 0, 8, 1, records) + labels.tobytes())
+
+
+def write_fashion(folder: Path) -> None:
+    write_mnist(folder, images.FIRST_LABELS["fashion-mnist"])
 
 
 def write_wine(folder: Path, rows: int = tables.WINE_RECORDS) -> None:
@@ -110,7 +115,7 @@ def write_svhn(folder: Path) -> None:
 # name: (writer, folder, training records, test records, shape, outputs, task)
 SETS: dict[str, tuple[Callable[[Path], None], str, int, int, tuple[int, ...], int, str]] = {
     "mnist": (write_mnist, "mnist", 60_000, 10_000, (1, 28, 28), 10, "classes"),
-    "fashion-mnist": (write_mnist, "FashionMNIST/raw", 60_000, 10_000, (1, 28, 28), 10, "classes"),
+    "fashion-mnist": (write_fashion, "FashionMNIST/raw", 60_000, 10_000, (1, 28, 28), 10, "classes"),
     "cifar10": (write_cifar, "cifar-10-batches-bin", 50_000, 10_000, (3, 32, 32), 10, "classes"),
     "svhn": (write_svhn, "svhn", 12, 12, (3, 32, 32), 10, "classes"),
     "wine": (write_wine, "wine_quality", 1_279, 320, (11,), 1, "numbers"),
@@ -192,6 +197,12 @@ def test_other_images_than_the_set_has_are_refused(tmp_path: Path) -> None:
         write_idx(folder / f"{part}-images-idx3-ubyte", (5, 28, 28), 256)
         write_idx(folder / f"{part}-labels-idx1-ubyte", (5,), 10)
     with pytest.raises(InvalidArgument, match="another data set"):
+        load("mnist", tmp_path)
+
+
+def test_fashion_is_not_taken_for_mnist(tmp_path: Path) -> None:
+    write_fashion(tmp_path)
+    with pytest.raises(InvalidArgument, match="those of another data set"):
         load("mnist", tmp_path)
 
 

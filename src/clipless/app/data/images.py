@@ -14,6 +14,9 @@ CIFAR_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_ba
 CIFAR_ROW = 1 + 3 * 32 * 32
 SVHN_FILES = ("train_32x32.mat", "test_32x32.mat")
 
+# The first labels of the training files, which tell sets of the same shape apart.
+FIRST_LABELS = {"mnist": (5, 0, 4, 1, 9, 2, 1, 3, 1, 4), "fashion-mnist": (9, 0, 0, 3, 0, 2, 7, 2, 5, 5)}
+
 MNIST = Source(
     "mnist",
     ("mnist", "MNIST/raw"),
@@ -62,10 +65,8 @@ def svhn(data_dir: str | Path | None = None) -> Data:
 
 
 def _idx_set(source: Source, data_dir: str | Path | None) -> Data:
-    arrays = []
-    for path, shape in zip(
-        find(source, IDX_FILES, data_dir), ((60_000, 28, 28), (60_000,), (10_000, 28, 28), (10_000,)), strict=True
-    ):
+    arrays, paths = [], find(source, IDX_FILES, data_dir)
+    for path, shape in zip(paths, ((60_000, 28, 28), (60_000,), (10_000, 28, 28), (10_000,)), strict=True):
         arrays.append(read_idx(path))
         if arrays[-1].shape != shape:
             raise InvalidArgument(
@@ -73,6 +74,11 @@ def _idx_set(source: Source, data_dir: str | Path | None) -> Data:
                 f"set. Load it by its folder, or: {source.remedy}"
             )
     x, y, x_test, y_test = arrays
+    if tuple(y[:10].tolist()) != FIRST_LABELS[source.name]:
+        raise InvalidArgument(
+            f"{source.name}: the labels in {paths[1].parent} are those of another data set, or in another order. Load it by its "
+            f"folder, or: {source.remedy}"
+        )
     return make_data(source.name, (as_images(x), y), (as_images(x_test), y_test), classes=10)
 
 

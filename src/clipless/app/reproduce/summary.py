@@ -111,7 +111,7 @@ def _line(experiment: Configuration, group: Sequence[Mapping[str, Any]]) -> Tabl
         scores=tuple(scale * record["score"] for record in group),
         epsilon=first["epsilon"],
         epsilons=first["epsilons"] or {},
-        noise_multiplier=(first["plan"] or {}).get("noise_multiplier"),
+        noise_multiplier=(first.get("plan") or {}).get("noise_multiplier"),
         published=experiment.published_for(first["row"], first["point"]),
         extra={name: tuple(record["extra"][name] for record in group) for name in names},
     )

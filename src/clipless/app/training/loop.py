@@ -119,13 +119,10 @@ class _Run:
     state: LoopState
     total: int
 
-    def __post_init__(self) -> None:
-        self._rates = [group.setdefault("initial_lr", group["lr"]) for group in self.optimizer.param_groups]
-
     def set_lr(self, step: int) -> None:
         """The learning rate of step number `step`, counted from 0."""
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * self.settings.lr_factor(step, self.total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.base_lr * self.settings.lr_factor(step, self.total)
 
     def stepped(self, progress: TrainingProgress) -> TrainingProgress:
         if self.settings.averaging:

@@ -110,12 +110,16 @@ class TrainingSettings:
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The chosen optimizer at the full learning rate."""
-        choice = OPTIMIZERS[self.optimizer]
-        made = choice.make(parameters, choice.lr if self.lr is None else self.lr)
+        made = OPTIMIZERS[self.optimizer].make(parameters, self.base_lr)
         changed = {"momentum": self.momentum, "weight_decay": self.weight_decay}
         for group in made.param_groups:
             group.update({name: value for name, value in changed.items() if value is not None})
         return made
+
+    @property
+    def base_lr(self) -> float:
+        """The learning rate before its schedule."""
+        return OPTIMIZERS[self.optimizer].lr if self.lr is None else self.lr
 
     def lr_factor(self, step: int, steps: int) -> float:
         """The share of the learning rate that step number `step`, counted from 0, takes. A pure function of both, so that
