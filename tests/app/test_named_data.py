@@ -24,7 +24,9 @@ def write_mnist(folder: Path, first: tuple[int, ...] = images.FIRST_LABELS["mnis
     for part, records in (("train", 60_000), ("t10k", 10_000)):
         write_idx(folder / f"{part}-images-idx3-ubyte", (records, 28, 28), 256)
         labels = np.resize(np.array(first, np.uint8), records)
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">BBBBI", 0, 0, 8, 1, records) + labels.tobytes())
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">BBBBI", 0, 0, 8, 1, records) + labels.tobytes()
+        )
 
 
 def write_fashion(folder: Path) -> None:
