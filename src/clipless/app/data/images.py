@@ -76,8 +76,8 @@ def _idx_set(source: Source, data_dir: str | Path | None) -> Data:
     x, y, x_test, y_test = arrays
     if tuple(y[:10].tolist()) != FIRST_LABELS[source.name]:
         raise InvalidArgument(
-            f"{source.name}: the labels in {paths[1].parent} are those of another data set, or in another order. Load it by its "
-            f"folder, or: {source.remedy}"
+            f"{source.name}: the labels in {paths[1].parent} are those of another data set, or in another order. Load it by "
+            f"its folder, or: {source.remedy}"
         )
     return make_data(source.name, (as_images(x), y), (as_images(x_test), y_test), classes=10)
 
