@@ -187,7 +187,7 @@ def _record(tuned: tuning.Tuned, folder: Path) -> dict[str, Any]:
 def _summary(tuned: tuning.Tuned, folder: Path) -> dict[str, str]:
     priced, settings = tuned.search.price, tuned.settings
     names = tuning.varied(tuned.search.candidates)
-    shown = {} if tuned.scores is None else {"scores": ", ".join(_score(score) for score in tuned.scores)}
+    shown = {} if tuned.scores is None else {"scores": ", ".join(_score(tuned.result.metric, score) for score in tuned.scores)}
     return {
         "data": tuned.result.data,
         "chosen": ", ".join(f"{name} {getattr(settings, name)}" for name in names) or "the only candidate",
@@ -202,8 +202,9 @@ def _summary(tuned: tuning.Tuned, folder: Path) -> dict[str, str]:
     }
 
 
-def _score(score: float) -> str:
-    return "failed" if math.isinf(score) else _output.short(abs(score))
+def _score(metric: str, score: float) -> str:
+    """The score of a candidate for a reader; errors, of which less is better, are scored by their negative."""
+    return "failed" if math.isinf(score) else _output.metric_text(metric, abs(score))
 
 
 def _notes(tuned: tuning.Tuned) -> list[str]:
