@@ -26,7 +26,7 @@ def reproduce(
     listed: Annotated[bool, typer.Option("--list", help="Show what can be reproduced, and stop.")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of every setting. Default: the experiment's.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A smaller experiment of minutes, to see that it works.")
+        bool, typer.Option("--quick", help="A smaller experiment, to see that it works.")
     ] = False,
     workers: Annotated[int, typer.Option(min=1, help="Runs at a time, each with one thread if there are several.")] = 1,
     data_dir: DataFolderOption = None,

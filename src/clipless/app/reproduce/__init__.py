@@ -54,7 +54,7 @@ def reproductions() -> dict[str, Reproduction]:
 
     experiments = {
         name: Reproduction(
-            f"{each.source}: {each.title}; about {each.minutes:g} minutes on two cores", _experiment(name)
+            f"{each.source}: {each.title}", _experiment(name)
         )
         for name, each in configurations().items()
     }

@@ -71,7 +71,6 @@ class Configuration:
     published: tuple[Published, ...] = ()
     figure: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
-    minutes: float = 0.0
     measure: tuple[str, ...] = ()
     resume: bool = False
     quick: Mapping[str, Any] = field(default_factory=dict)
@@ -90,7 +89,7 @@ class Configuration:
         return found
 
     def quickly(self) -> "Configuration":
-        """A smaller experiment of minutes, whose numbers are not the paper's."""
+        """A smaller experiment, whose numbers are not the paper's."""
         changes = dict(self.quick)
         names = changes.pop("rows", None)
         rows = tuple(row for row in self.rows if names is None or row.name in names)
