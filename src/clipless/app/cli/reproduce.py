@@ -25,9 +25,7 @@ def reproduce(
     name: Annotated[str | None, typer.Argument(metavar="ID", help="What to reproduce; --list shows all.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Show what can be reproduced, and stop.")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of every setting. Default: the experiment's.")] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A smaller experiment, to see that it works.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A smaller experiment, to see that it works.")] = False,
     workers: Annotated[int, typer.Option(min=1, help="Runs at a time, each with one thread if there are several.")] = 1,
     data_dir: DataFolderOption = None,
     out: Annotated[

@@ -187,7 +187,11 @@ def _record(tuned: tuning.Tuned, folder: Path) -> dict[str, Any]:
 def _summary(tuned: tuning.Tuned, folder: Path) -> dict[str, str]:
     priced, settings = tuned.search.price, tuned.settings
     names = tuning.varied(tuned.search.candidates)
-    shown = {} if tuned.scores is None else {"scores": ", ".join(_score(tuned.result.metric, score) for score in tuned.scores)}
+    shown = (
+        {}
+        if tuned.scores is None
+        else {"scores": ", ".join(_score(tuned.result.metric, score) for score in tuned.scores)}
+    )
     return {
         "data": tuned.result.data,
         "chosen": ", ".join(f"{name} {getattr(settings, name)}" for name in names) or "the only candidate",

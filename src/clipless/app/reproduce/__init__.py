@@ -53,10 +53,7 @@ def reproductions() -> dict[str, Reproduction]:
     from clipless.app.reproduce.configuration import configurations
 
     experiments = {
-        name: Reproduction(
-            f"{each.source}: {each.title}", _experiment(name)
-        )
-        for name, each in configurations().items()
+        name: Reproduction(f"{each.source}: {each.title}", _experiment(name)) for name, each in configurations().items()
     }
     return {**REPRODUCTIONS, **experiments}
 
