@@ -262,7 +262,7 @@ def test_an_interrupted_run_of_a_long_experiment_goes_on(
     cell = replace(small.cells()[0], settings=replace(small.cells()[0].settings, epochs=3))
     steps: list[int] = []
     digits = load("digits")
-    place = Saving(tmp_path / running.UNFINISHED / cell.stem, resume=True)
+    place = Saving(running.unfinished(tmp_path, cell), resume=True)
     with pytest.raises(Interrupted):
         train(digits, cell.settings, lambda at: steps.append(at.step), place, stop=lambda: len(steps) >= 7, group=False)
     monkeypatch.setattr(

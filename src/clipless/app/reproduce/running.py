@@ -1,5 +1,6 @@
 """Running an experiment's grid: each run is stored when it ends, and a stored run is not run again."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -68,12 +69,18 @@ def run_cell(
     """Train one run and store its record."""
     records = _load(data, data_dir)
     watching = measures.watch(measure, records, cell.settings)
-    saving = Saving(Path(folder) / UNFINISHED / cell.stem, resume=True, every=300.0) if resume else None
+    saving = Saving(unfinished(Path(folder), cell), resume=True, every=300.0) if resume else None
     result = train(records, cell.settings, saving=saving, group=False, research=watching)
     extra = measures.measured(measure, result.model, records, watching)
     write_record(Path(folder) / RUNS / f"{cell.stem}.json", _record(cell, result) | {"extra": extra})
     if saving is not None:
         rmtree(saving.out, ignore_errors=True)
+
+
+def unfinished(folder: Path, cell: GridRun) -> Path:
+    """Where the checkpoints of a run are. Runs with other settings have another folder: they cannot go on from there."""
+    digest = hashlib.sha256(json.dumps(asdict(cell.settings), sort_keys=True).encode()).hexdigest()
+    return folder / UNFINISHED / f"{cell.stem}-{digest[:8]}"
 
 
 def stored(folder: Path, cell: GridRun) -> dict[str, Any] | None:
