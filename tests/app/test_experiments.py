@@ -208,7 +208,7 @@ def test_page_and_readme_are_made_of_what_is_stored(
     [
         ('model = "linear"', ""),
         ("[grid]", "[grid]\ntemperature = [1]"),
-        ("epochs = 1", 'epochs = 1\nclipping = "autos"'),
+        ('clipping = "dc-e"', 'clipping = "dc-f"'),
         ("[[rows]]", "[[rowz]]"),
         ('clipping = "dc-e"', '"clipping.percentile" = 0.5, clipping = "dc-e"'),
     ],
