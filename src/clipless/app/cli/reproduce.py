@@ -32,6 +32,9 @@ def reproduce(
         Path | None, typer.Option(help="Folder for runs, table and figures. Default: runs/reproduce/ID.")
     ] = None,
     kind: Annotated[str, typer.Option("--format", help="Kind of the pictures: png or svg.")] = "png",
+    stored: Annotated[
+        bool, typer.Option("--stored", help="Train nothing: table and figures of the runs that are stored in --out.")
+    ] = False,
     store: Annotated[Path | None, typer.Option(help="Folder in which the results are kept as ID.json.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write this page of all results in --store, and stop.")] = None,
     readme: Annotated[
@@ -57,7 +60,7 @@ def reproduce(
     folder = out or Path("runs/reproduce") / (f"{name}-quick" if quick else name)
     RunFolder(folder).check_writable()
     with _progress(visible=not as_json) as report:
-        result = reproduction.run(ReproductionRequest(folder, kind, report, seeds, quick, workers, data_dir))
+        result = reproduction.run(ReproductionRequest(folder, kind, report, seeds, quick, workers, data_dir, stored))
     if store is not None and not quick and (folder / "results.json").exists():
         store.mkdir(parents=True, exist_ok=True)
         copyfile(folder / "results.json", store / f"{name}.json")
