@@ -70,8 +70,8 @@ def names(data_dir: str | Path | None = None) -> Data:
     labels = np.array([LANGUAGES.index(language) for _, language in pairs])
     order = np.random.default_rng(SPLIT_SEED).permutation(len(pairs))
     test, train = np.split(order, [round(NAMES_TEST_SHARE * len(pairs))])
-    parts = ((tokens[rows], labels[rows]) for rows in (train, test))
-    return make_texts("names", *parts, classes=len(LANGUAGES), vocabulary=len(ALPHABET) + 1)
+    first, rest = ((tokens[rows], labels[rows]) for rows in (train, test))
+    return make_texts("names", first, rest, classes=len(LANGUAGES), vocabulary=len(ALPHABET) + 1)
 
 
 def sst2(data_dir: str | Path | None = None) -> Data:

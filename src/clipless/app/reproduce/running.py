@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -47,7 +47,7 @@ def run_grid(
     total, done = sum(map(_work, cells)), sum(_work(cell) for cell in cells if cell not in waiting)
     pool: Pool = InProcess() if workers == 1 else Processes(workers)
     try:
-        flying = {}
+        flying: dict[Future[None], GridRun] = {}
         while waiting or flying:
             while waiting and len(flying) < pool.width:
                 cell = waiting.pop(0)
