@@ -48,7 +48,7 @@ COMMANDS = {
         "clipless bench --models mlp,cnn --rounds 20 --no-opacus --scaling none",
     ),
     "tune": CommandEntry(
-        "Train a grid of candidates, choose the best by test accuracy, and release it under one total (epsilon, delta).",
+        "Train a grid of candidates, choose the best by its test, and release it under one total (epsilon, delta).",
         "clipless tune --try lr=0.05,0.1,0.2 --try clipping=auto-s,dc-e --epsilon 3",
     ),
     "report": CommandEntry(
@@ -57,7 +57,7 @@ COMMANDS = {
     ),
     "reproduce": CommandEntry(
         "Make a paper's figures and tables again, beside the published numbers, into one folder.",
-        "clipless reproduce auto-fashion --quick",
+        "clipless reproduce --quick auto-fashion",
     ),
 }
 
