@@ -56,7 +56,7 @@ COMMANDS = {
         "clipless report --accountant pld runs/digits-mlp-auto-s",
     ),
     "reproduce": CommandEntry(
-        "Make a paper's figures and tables again, beside the published numbers, into one folder.",
+        "Reproduce a paper's figures and tables beside the published numbers, in one folder.",
         "clipless reproduce --quick auto-fashion",
     ),
 }
@@ -67,10 +67,10 @@ class _LazyCommands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, placeholder, rest = super().resolve_command(ctx, args)
-        return name, placeholder and _loaded(placeholder.name or ""), rest
+        return name, placeholder and _load_command(placeholder.name or ""), rest
 
 
-def _loaded(name: str) -> Any:
+def _load_command(name: str) -> Any:
     function = getattr(importlib.import_module(f"{__name__}.{name}"), name)
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
     alone.command(name, epilog=f"Example:  {COMMANDS[name].example}")(function)

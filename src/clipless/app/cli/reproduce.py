@@ -1,4 +1,4 @@
-"""`clipless reproduce`: figures and tables of the papers, made again."""
+"""`clipless reproduce`: figures and tables of the papers, reproduced."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ def reproduce(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a paper's figures and tables again, beside the published numbers, into one folder.
+    """Reproduce a paper's figures and tables beside the published numbers, in one folder.
 
     Runs are stored as they end: the same command goes on where it was interrupted. Nothing is downloaded; a missing data
     set is named, with how to get it.

@@ -1,4 +1,4 @@
-"""`clipless reproduce`: what the papers show, made again. `REPRODUCTIONS` finds each by its id.
+"""`clipless reproduce`: the papers' figures, reproduced. `REPRODUCTIONS` finds each by its id.
 
 To add an experiment, write a TOML file in `configurations`. For anything else write a function
 `ReproductionRequest -> ReproductionResult` and register it here with a line on what it is.
