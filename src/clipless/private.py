@@ -253,14 +253,14 @@ class Private(SavedRun):
     def _release(self, step: int) -> None:
         """Add up the ranks' sums and statistics, add noise, record the event, and only then set p.grad."""
         if self._noise is None or self.plan.thresholds_change:
-            self._noise = self.plan.event(step), self._stddevs(step)
-        event, stddevs = self._noise
+            self._noise = self.plan.event(step), self._stddevs(step), self.plan.divisor(self._thresholds)
+        event, stddevs, divisor = self._noise
         if self._statistic is None and self._phase.statistic_multiplier is not None:
             device = next(iter(self._engine.parameters.values())).device  # the device of the other ranks' statistic
             self._observe(torch.zeros(len(self.plan.groups), 0, device=device))
         sums, where = self._engine.complete(), f"the release of step {step + 1}"
         with self._ranks.together(where) as told:
-            gradients = self._noised_gradients(step, sums, stddevs)
+            gradients = self._noised_gradients(step, sums, stddevs, divisor)
             statistic = None if self._statistic is None else self._noised_statistic(step, self._statistic)
             if self._ranks.size > 1:
                 told.own = self._digests(gradients, statistic)
@@ -282,10 +282,12 @@ class Private(SavedRun):
         by_group = self.plan.stddevs(step, self._thresholds).flatten().tolist()
         return [by_group[self.plan.groups.group_of[name]] for name in self._engine.parameters]
 
-    def _noised_gradients(self, step: int, sums: Mapping[str, Tensor], stddevs: list[float]) -> dict[str, Tensor]:
-        """The private gradients: (clipped sum over all ranks + noise) / the plan's divisor, in fresh tensors."""
+    def _noised_gradients(
+        self, step: int, sums: Mapping[str, Tensor], stddevs: list[float], divisor: float
+    ) -> dict[str, Tensor]:
+        """The private gradients: (clipped sum over all ranks + noise) / divisor, in fresh tensors."""
         parameters, values, shards = self._engine.parameters, list(sums.values()), self._shards
-        release = partial(self._source.release, "gradient", step, divisor=self.plan.divisor(self._thresholds))
+        release = partial(self._source.release, "gradient", step, divisor=divisor)
         shared = self._ranks, shards, values, stddevs, self._statistic, release
         released = released_sums(*shared) if self._ranks.size > 1 else release(values, stddevs)
         noised = {name: part.to(p.dtype) for (name, p), part in zip(parameters.items(), released, strict=True)}
