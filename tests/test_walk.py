@@ -31,7 +31,8 @@ def test_a_steady_step_of_a_small_perceptron_is_a_short_walk(walks: list[walk.Wa
 def test_a_policy_and_convolutions_make_it_longer_by_their_own_files(walks: list[walk.Walk]) -> None:
     plain, taken = walks
     added = taken.files - plain.files
-    rooms = ("thresholds/", "gradients/layers/", "gradients/forms/", "gradients/kernels", "plan", "noise", "saved_run")
+    gradients = ("gradients/layers/", "gradients/forms/", "gradients/kernels", "native/")
+    rooms = ("thresholds/", *gradients, "plan", "noise", "saved_run")
     assert added
     assert all(file.startswith(rooms) for file in added), added
     assert len(taken.calls) <= 400

@@ -47,7 +47,7 @@ class AutoS:
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
         factors = thresholds / (_at_least_float32(norms) + self.gamma)  # 0 for an infinite norm
-        return torch.where(factors.isfinite(), factors, 0.0)
+        return factors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 @dataclass(frozen=True)

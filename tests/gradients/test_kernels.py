@@ -129,7 +129,7 @@ def test_chunks_cover_every_record_once_and_stay_small(
     assert max(len(range(13)[chunk]) for chunk in chunks) == largest
 
 
-METHODS = ("ghost", "written", "grouped", "one by one")
+METHODS = ("ghost", "written", "grouped", "compiled")
 
 
 @pytest.fixture(params=[(method, chunk) for method in METHODS for chunk in (1, kernels.CHUNK_BYTES)], ids=str)

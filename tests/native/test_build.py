@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipless.gradients.layers import norm_sums
+from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
 from clipless.gradients.recurrent.cells import CELLS, Weights
 from clipless.gradients.recurrent.recurrence import forward
-from clipless.native import LIBRARY, SOURCES, library, rows
+from clipless.native import LIBRARY, SOURCES, gram, library, rows
 from clipless.noise import adding, noise_source
 from compiling import build_hook, needs_compiler, needs_library
 
@@ -65,6 +65,34 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
             ("if (!keeps)", "if (keeps)"),
             ("fc * c[k] + fd * d[k]", "fc * c[k]"),
             ("for (; row < records; row++, a += width)", "for (; row + 1 < records; row++, a += width)"),
+            ("factors + run,", "factors,"),
+            ("if (!keeps)\n        memset", "if (keeps)\n        memset"),
+            ("left + run * outputs + o, 1, outputs", "left + run * outputs + o, outputs, 1"),
+            ("room + b * LANES, right + b * width", "room + b * LANES, right"),
+        ],
+    ),
+    "conv.c": (
+        conv_rows.compiled,
+        [
+            ("(c * height + y + s->above) * width + s->left", "(c * height + y + s->above) * width"),
+            ("v * s->apart_v * width", "v * width"),
+            ("run[u * s->apart_u]", "run[u]"),
+            ("? s->outputs - o : ROWS, first == 0", "? s->outputs - o : ROWS, 1"),
+            ("% s->columns * s->right", "% s->columns"),
+            ("padded + (group * s->channels + c) * height", "padded + group * s->channels * height"),
+            ("made + (group * s->outputs * s->channels + c)", "made + (group * s->outputs * s->channels)"),
+            ("b < (thread + 1) * s.records / threads", "b + 1 < (thread + 1) * s.records / threads"),
+        ],
+    ),
+    "gram.c": (
+        gram.compiled,
+        [
+            ("2 * x * y : ahead == 0 ? x * y : 0", "2 * x * y : ahead == 0 ? x * y : x * y"),
+            ("ahead > 0 ? 2 * x * y", "ahead > 0 ? x * y"),
+            ("tile, LANES, LANES, count, k == 0", "tile, LANES, LANES, count, 1"),
+            ("length += sqrt(x * y)", "length += x * y"),
+            ("x > most_a || x != x ? x : most_a", "x"),
+            ("a[(first + t) * position + k + c]", "a[(first + t) * width + k + c]"),
         ],
     ),
     "layer_norm.c": (
@@ -86,7 +114,7 @@ DONE_WITHOUT = set() if platform.machine() == "x86_64" else {"noise.c"}
 def copied(folder: Path, source: str) -> Path:
     """A folder with what this source needs to be compiled."""
     folder.mkdir()
-    for name in (source, "processors.h"):
+    for name in (source, "processors.h", "tile.h"):
         shutil.copy(SOURCES / name, folder / name)
     return folder
 

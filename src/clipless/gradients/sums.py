@@ -174,20 +174,20 @@ class ClippedSums:
         factors = self._factors(norms, groups).masked_fill(norms == 0, 0.0)
         if micro.scale != 1.0:
             factors = factors * micro.scale
-        finite = norms < torch.inf
-        everyone = bool(finite.all())
         records = norms.shape[1]
+        finite = norms < torch.inf if records and float(norms.max()) == torch.inf else None
         for first in range(0, records, BLOCK):
             some, addends = slice(first, min(first + BLOCK, records)), []
             for row, forms in enumerate(held):
+                own = factors[row] if records <= BLOCK else factors[row, some]
                 for name, form in forms.items():
                     running, parameter = sums.get(name), self._parameters[name]
                     if running is None:
                         running = sums[name] = RunningSum(parameter)
                     few = form if records <= BLOCK else form.rows(some)
-                    few = few if everyone else few.keep(finite[row, some])
+                    few = few if finite is None else few.keep(finite[row, some])
                     beta = running.make_room(some.stop - first)
-                    addends.append(Addend(few, running.block, factors[row, some], beta))
+                    addends.append(Addend(few, running.block, own, beta))
             add_all(addends)
 
     def _scatter(self, micro: MicroBatch, norms: Tensor, shards: Shards) -> None:

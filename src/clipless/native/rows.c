@@ -1,12 +1,13 @@
-/* Gradients per record, written out as rows: their squared lengths, and their sums by weights, for many tensors at once.
+/* Gradients per record, written out as rows or as outer products of rows: their squared lengths, and their sums by weights,
+   for many tensors at once.
 
    Tensor k has `records` rows of widths[k] numbers, one after the other. */
 
-#include "processors.h"
+#include "tile.h"
 
 /* So many columns of a total stay in the nearest cache while the rows go by, four at a time. */
 #define COLUMNS 2048
-#define LANES 64
+#define CHAINS 64
 /* So many squares are added up in float, 16 in each lane, and the rest in double. */
 #define SQUARES 1024
 /* Squares below this lose digits to underflow. */
@@ -18,13 +19,13 @@ FOR_EACH_PROCESSOR
 static double squared_length(const float *row, int64_t width) {
     double total = 0;
     int64_t k = 0;
-    while (k + LANES <= width) {
-        float sums[LANES] = {0};
-        int64_t end = width - k < SQUARES ? width - LANES : k + SQUARES - LANES;
-        for (; k <= end; k += LANES)
-            for (int lane = 0; lane < LANES; lane++)
+    while (k + CHAINS <= width) {
+        float sums[CHAINS] = {0};
+        int64_t end = width - k < SQUARES ? width - CHAINS : k + SQUARES - CHAINS;
+        for (; k <= end; k += CHAINS)
+            for (int lane = 0; lane < CHAINS; lane++)
                 sums[lane] += row[k + lane] * row[k + lane];
-        for (int half = LANES / 2; half; half /= 2)
+        for (int half = CHAINS / 2; half; half /= 2)
             for (int lane = 0; lane < half; lane++)
                 sums[lane] += sums[lane + half];
         total += sums[0];
@@ -105,4 +106,41 @@ void clipless_add_rows(float *const *totals, const float *const *rows, const flo
                 add_columns(totals[k], rows[k], factors[k], records, widths[k], keeps[k], column, end);
         }
     }
+}
+
+/* The last columns of a run, with room to read LANES of them. */
+INLINE const float *last_columns(const float *restrict right, int64_t records, int64_t width, int64_t columns,
+                                 float *restrict room) {
+    memset(room, 0, records * LANES * sizeof *room);
+    for (int64_t b = 0; b < records; b++)
+        memcpy(room + b * LANES, right + b * width, columns * sizeof *room);
+    return room;
+}
+
+FOR_EACH_PROCESSOR
+static void add_product(float *restrict total, const float *restrict left, const float *restrict right,
+                        const float *restrict factors, int64_t outputs, int64_t width, int64_t records, int64_t keeps) {
+    float room[RUN * LANES];
+    if (!keeps)
+        memset(total, 0, outputs * width * sizeof *total);
+    for (int64_t run = 0; run < records; run += RUN) {
+        int64_t count = records - run < RUN ? records - run : RUN;
+        for (int64_t k = 0; k < width; k += LANES) {
+            int64_t columns = width - k < LANES ? width - k : LANES, stride = columns < LANES ? LANES : width;
+            const float *some = right + run * width + k;
+            if (columns < LANES)
+                some = last_columns(some, count, width, columns, room);
+            for (int64_t o = 0; o < outputs; o += ROWS)
+                multiply(left + run * outputs + o, 1, outputs, factors + run, some, stride, count, total + o * width + k,
+                         width, columns, outputs - o < ROWS ? outputs - o : ROWS, 0);
+        }
+    }
+}
+
+/* Sum k has outputs[k] rows of widths[k] numbers; what is there is kept, or not. */
+void clipless_add_products(float *const *totals, const float *const *lefts, const float *const *rights,
+                           const float *const *factors, const int64_t *outputs, const int64_t *widths, const int64_t *keeps,
+                           int64_t sums, int64_t records) {
+    for (int64_t k = 0; k < sums; k++)
+        add_product(totals[k], lefts[k], rights[k], factors[k], outputs[k], widths[k], records, keeps[k]);
 }

@@ -1,4 +1,4 @@
-"""Rows of many tensors in one call: their squared lengths, and their sums by weights.
+"""Rows of many tensors in one call: their squared lengths, and sums of them, or of their outer products, by weights.
 
 Most parameters are small, and several calls of torch for each take longer than all the arithmetic. rows.c does it for
 float32 in main memory; torch does the same, tensor by tensor, for everything else and where nothing was compiled.
@@ -21,6 +21,8 @@ BLOCK = 1024
 UNDERFLOW = 1e-30
 # So few numbers are not worth a second thread, nor the question whether there is one.
 FEW = WORTH_A_THREAD // 4
+# Beyond so many products a matrix product of torch, in several threads, is faster.
+MOST = 2**21
 
 
 class Weighted(NamedTuple):
@@ -33,12 +35,24 @@ class Weighted(NamedTuple):
     beta: int
 
 
+class Product(NamedTuple):
+    """A sum to be made: total [o,i] = beta·total + Σ_b factors[b]·left[b]ᵀ·right[b], in place; with beta = 0 its old
+    contents are ignored."""
+
+    total: Tensor  # [o,i]
+    left: Tensor  # [b,o]
+    right: Tensor  # [b,i]
+    factors: Tensor  # [b]
+    beta: int
+
+
 class Rows(NamedTuple):
     """The compiled functions. They take contiguous float32 tensors in main memory, all with the same number of rows; for
-    anything else the first returns None and the second False, and nothing was done."""
+    anything else the first returns None and the others False, and nothing was done."""
 
     squared_lengths: Callable[[Sequence[Tensor]], Tensor | None]
     add_rows: Callable[[Sequence[Weighted]], bool]
+    add_products: Callable[[Sequence[Product]], bool]
 
 
 def squared_lengths(rows: Sequence[Tensor]) -> Tensor:
@@ -64,6 +78,29 @@ def add_rows(sums: Sequence[Weighted]) -> None:
     fast = compiled()
     if fast is None or not fast.add_rows(sums):
         sums_by_torch(sums)
+
+
+def add_products(sums: Sequence[Product]) -> None:
+    """Make all these sums.
+
+    >>> total = torch.full((1, 2), torch.nan)
+    >>> add_products([Product(total, torch.ones(2, 1), torch.eye(2), torch.tensor([3.0, 4.0]), beta=0)])
+    >>> total
+    tensor([[3., 4.]])
+    """
+    fast = compiled()
+    if fast is None or not fast.add_products(sums):
+        products_by_torch(sums)
+
+
+def products_by_torch(sums: Sequence[Product]) -> None:
+    for total, left, right, factors, beta in sums:
+        weights = factors.to(left.dtype).unsqueeze(1)
+        if right.shape[1] < left.shape[1]:
+            right = right * weights
+        else:
+            left = left * weights
+        torch.addmm(total, left.mT, right, beta=beta, out=total)
 
 
 def lengths_by_torch(rows: Sequence[Tensor]) -> Tensor:
@@ -98,7 +135,8 @@ def build(library: Path) -> Rows | None:
     """The compiled functions of a library, if it has them."""
     lengths = function(library, "clipless_squared_lengths", POINTER, POINTER, COUNT, COUNT, POINTER, COUNT)
     add = function(library, "clipless_add_rows", *[POINTER] * 5, *[COUNT] * 3)
-    if lengths is None or add is None:
+    multiply = function(library, "clipless_add_products", *[POINTER] * 7, *[COUNT] * 2)
+    if lengths is None or add is None or multiply is None:
         return None
 
     def squared_lengths(rows: Sequence[Tensor]) -> Tensor | None:
@@ -134,7 +172,28 @@ def build(library: Path) -> Rows | None:
         add(*places, widths, betas, count, records, 1 if numbers < FEW else threads(4 * numbers))
         return True
 
-    return Rows(squared_lengths, add_rows)
+    return Rows(squared_lengths, add_rows, _products(multiply))
+
+
+def _products(multiply: Callable[..., None]) -> Callable[[Sequence[Product]], bool]:
+    def add_products(sums: Sequence[Product]) -> bool:
+        count, records, kept = len(sums), sums[0].left.shape[0], []
+        places, sizes = [(POINTER * count)() for _ in range(4)], [(COUNT * count)() for _ in range(3)]
+        for k, (total, left, right, factors, beta) in enumerate(sums):
+            outputs, width = total.shape
+            if left.shape != (records, outputs) or right.shape != (records, width) or factors.shape != (records,):
+                return False
+            factors = factors.to(torch.float32).contiguous()
+            kept.append(factors)
+            for row, tensor in zip(places, (total, left, right, factors), strict=True):
+                if tensor.dtype is not torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
+                    return False
+                row[k] = tensor.data_ptr()
+            sizes[0][k], sizes[1][k], sizes[2][k] = outputs, width, beta
+        multiply(*places, *sizes, count, records)
+        return True
+
+    return add_products
 
 
 def _pairs(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
@@ -151,6 +210,18 @@ def _pairs(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
         found = ours.squared_lengths(rows)
         yield (torch.empty(0) if found is None else found), lengths_by_torch(rows)
         yield from ((a.total, b.total) for a, b in zip(one, other, strict=True))
+    for records, beta in itertools.product((1, 64, 131), (0, 1)):
+        ours_, theirs = ([_example(records, o, i, beta) for o, i in ((1, 1), (9, 37), (16, 32))] for _ in range(2))
+        ours.add_products(ours_)
+        products_by_torch(theirs)
+        yield from ((a.total, b.total) for a, b in zip(ours_, theirs, strict=True))
+
+
+def _example(records: int, outputs: int, width: int, beta: int) -> Product:
+    left, right = (torch.linspace(-3, 3, records * size).sin().view(records, size) for size in (outputs, width))
+    return Product(
+        torch.full((outputs, width), 1.0 if beta else torch.nan), left, right.cos(), torch.linspace(0, 1, records), beta
+    )
 
 
 compiled = checked(build, _pairs, rtol=1e-5, atol=1e-5)

@@ -21,9 +21,9 @@ from clipless.app.bench.timing import interleave
 from clipless.app.bench.ways import WAYS, InputsAndLabels, Runner
 from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
-from clipless.gradients.layers import norm_sums
+from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
-from clipless.native import rows
+from clipless.native import gram, rows
 from clipless.noise import keys, source
 
 WORTH = 1.02
@@ -74,7 +74,7 @@ def _nothing(module: object) -> Callable[[], AbstractContextManager[Any]]:
 
 @contextmanager
 def _rows_without(**changes: Callable[..., Any]) -> Iterator[None]:
-    """One of the two functions of rows.c takes nothing; the other goes on."""
+    """One of the functions of rows.c takes nothing; the others go on."""
     fast = rows.compiled()
     fewer = fast._replace(**changes) if fast else None
 
@@ -99,6 +99,11 @@ SWITCHES: Mapping[str, Switch] = {
         lambda: _rows_without(add_rows=lambda sums: False),
     ),
     "norm_sums": Switch("scale and shift of layer norms, `layer_norm.c`", ("encoder", "decoder"), _nothing(norm_sums)),
+    "conv_rows": Switch("gradients of convolutions, `conv.c`", ("cnn", "resnet18"), _nothing(conv_rows)),
+    "add_products": Switch(
+        "sums of small layers, `rows.c`", ("tabular", "cnn"), lambda: _rows_without(add_products=lambda sums: False)
+    ),
+    "ghost_norms": Switch("norms from Gram matrices, `gram.c`", ("encoder", "decoder"), _nothing(gram)),
     "lstm": Switch("cells of LSTMs, `lstm.c`", ("lstm",), _nothing(compiled_lstm)),
 }
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from clipless.gradients.forms.cancellation import never_too_small
 from clipless.gradients.forms.form import Cost, Form, NoChoice
-from clipless.native.rows import Weighted, add_rows, squared_lengths, widest
+from clipless.native import gram
+from clipless.native.rows import MOST, Product, Weighted, add_products, add_rows, squared_lengths, widest
 
 FEW = 2**14
 # How many numbers are written out at a time when norms are recomputed in float64.
@@ -122,16 +123,15 @@ class OuterProducts:
     def ghost(self) -> tuple[Tensor, Tensor, Tensor]:
         """Squared norms from two Gram matrices, T×T; the sum of the positions' lengths; and where underflow may have lost
         digits. All [b]."""
-        wide, tiny = widest(self.acts.device), torch.finfo(self.acts.dtype).tiny
-        gram_a, gram_g = self.acts @ self.acts.mT, self._gram_of_grads
-        squares = torch.linalg.vecdot(gram_a.flatten(1), gram_g.flatten(1)).to(wide)
-        own_a, own_g = (gram.diagonal(dim1=1, dim2=2).to(wide).clamp(min=0) for gram in (gram_a, gram_g))
-        lengths = (own_a * own_g).sqrt().sum(1)
-        _, t, i = self.acts.shape
-        error = tiny * t * t * max(i, self.grads.shape[2]) * (own_a.amax(1) + own_g.amax(1))
+        acts, grads = self.acts, self.grads
+        fast = gram.compiled() if self.twin is None and gram.fit(acts, grads) else None
+        found = gram.by_torch(acts, grads, self._gram_of_grads) if fast is None else fast(acts, grads)
+        squares, lengths, most_a, most_g = found.unbind(1)
+        _, t, i = acts.shape
+        error = torch.finfo(acts.dtype).tiny * t * t * max(i, grads.shape[2]) * (most_a + most_g)
         lost = squares < 1e4 * error
         if lost.any():
-            lost &= (self.grads != 0).flatten(1).any(1)  # a zero gradient loses no digits
+            lost &= (grads != 0).flatten(1).any(1)  # a zero gradient loses no digits
         return squares, lengths, lost
 
     def _exact(self, which: Tensor) -> Tensor:
@@ -201,13 +201,18 @@ def _read_at_once(written: list[Instantiated], products: list[OuterProducts]) ->
 def add_all(addends: Iterable[Addend]) -> None:
     """Add every form to its total. All totals are different tensors."""
     written: list[Weighted] = []
+    products: list[Product] = []
     for form, total, factors, beta in addends:
         if isinstance(form, Instantiated):
             written.append(Weighted(total.view(-1), form.grads.reshape(len(form.grads), -1), factors, beta))
+        elif _is_one_product(form) and form.acts.shape[0] * total.numel() <= MOST:
+            products.append(Product(total, form.grads.squeeze(1), form.acts.squeeze(1), factors, beta))
         else:
             form.add_to(total, factors, beta)
     if written:
         add_rows(written)
+    if products:
+        add_products(products)
 
 
 def weighted_sum(form: Form, factors: Tensor, like: Tensor) -> Tensor:

@@ -19,14 +19,18 @@ from clipless.gradients.forms import (
     scaled,
     sq_norm,
 )
+from clipless.gradients.layers import conv_rows
 from clipless.gradients.layers.rule import Use, register
+from clipless.native.conv import ConvRows, Geometry
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
-# For the cost model: how often a grouped convolution moves its result, and the cost of each of its groups and of a single
-# record, in calls.
+# For the cost model: how often a grouped convolution moves its result, and the cost of each of its groups, in calls.
 GROUPED_MOVES = 6
 GROUPED_CALL = 4
-ONE_CALL = 40
+# The compiled method works on so many outputs, and numbers of a patch, at a time. It lays patches out in the cache, where
+# they move faster than through memory.
+ROWS, LANES = 8, 16
+IN_CACHE = 1 / 3
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
@@ -94,12 +98,14 @@ class Correlation:
         b, o, *positions = self.grads.shape
         t, i, size = math.prod(positions), math.prod(self.module.weight.shape[1:]), self.acts.element_size()
         flops, weights = 2.0 * b * t * i * o, float(size * b * i * o)
-        methods = {
-            "grouped": Cost(flops, GROUPED_MOVES * weights, calls=GROUPED_CALL * b, held=weights),
-            "one by one": Cost(flops, 4 * weights, calls=ONE_CALL * b, held=weights),
-        }
+        methods = {"grouped": Cost(flops, GROUPED_MOVES * weights, calls=GROUPED_CALL * b, held=weights)}
+        patches = float(size * b * t * i)
+        if self._compiled() is not None:
+            groups = self.module.groups
+            padded = groups * _whole(o // groups, ROWS) * _whole(i, LANES)
+            moved = 3 * weights + IN_CACHE * groups * patches
+            methods["compiled"] = Cost(2.0 * b * t * padded, moved, calls=4, held=weights)
         if self.module.groups == 1:
-            patches = float(size * b * t * i)
             for method, cost in product_methods(b, t, i, o, size).items():
                 held = cost.held + (patches if method == "ghost" else 0)
                 methods[method] = replace(cost, moved=cost.moved + 3 * patches, calls=cost.calls + 8, held=held)
@@ -108,14 +114,21 @@ class Correlation:
     def by(self, method: str) -> Form:
         if method == "grouped":
             return Instantiated(self.per_record())
-        if method == "one by one":
-            alone = [self.rows(slice(b, b + 1)) for b in range(len(self))]
-            one = [c._weight_gradient(c.acts, c.grads, self.module.groups, copies=1) for c in alone]
-            return Instantiated(torch.stack(one))
+        if method == "compiled" and (rows := self._compiled()) is not None:
+            return Instantiated(rows(self.acts, self.grads, self.module.weight.shape, self._geometry))
         matrix = OuterProducts(self._patches(), self.grads.flatten(2).mT)
         _, channels, *kernel = self.module.weight.shape
         order = (0, len(kernel) + 1, *range(1, len(kernel) + 1))
         return Rearranged(matrix.by(method), (*kernel, channels), order)
+
+    @property
+    def _geometry(self) -> Geometry:
+        return Geometry(self.padding, self.module.stride, self.module.dilation, self.module.groups)
+
+    def _compiled(self) -> ConvRows | None:
+        """The compiled method, if it takes these tensors."""
+        fits = self.acts.dtype is torch.float32 and self.acts.is_cpu and self.acts.dim() < 5
+        return conv_rows.compiled() if fits else None
 
     def _patches(self) -> Tensor:
         """The receptive field of each position of the output, [b,t,i], channels innermost so that copies are long runs."""
@@ -139,3 +152,8 @@ class Correlation:
             grads, acts, weight, None, stride, self.padding, dilation, False, [0] * rank, groups, mask
         )
         return gradient
+
+
+def _whole(count: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-count // step) * step

@@ -1,0 +1,71 @@
+"""conv.c: gradients per record of a convolution's weight."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from clipless.native.library import COUNT, POINTER, function, threads
+
+# As in the source: how many numbers of patches are laid out at a time, for how many channels, and past the end of which
+# memory is touched.
+PATCHES, FEWEST, LANES, RUN = 24576, 8, 16, 8
+
+
+class Geometry(NamedTuple):
+    """How a convolution moves over its input: for each dimension the zero padding on both sides, stride and dilation."""
+
+    padding: Sequence[int]
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+
+
+# Input [b,c,*s], gradient of the output [b,o,*t], the weight's shape [o,i,*k] and how it moves; to gradients [b,o,i,*k].
+ConvRows = Callable[[Tensor, Tensor, Sequence[int], Geometry], Tensor]
+
+
+def build(library: Path) -> ConvRows | None:
+    """For float32 tensors in main memory, in one or two dimensions."""
+    run = function(library, "clipless_conv_rows", *[POINTER] * 5, *[COUNT] * 2)
+    if run is None:
+        return None
+
+    def rows(acts: Tensor, grads: Tensor, weight: Sequence[int], how: Geometry) -> Tensor:
+        outputs, channels, *kernel = weight
+        _refuse_unfit(acts, grads, weight, how)
+        acts, grads = acts.contiguous(), grads.contiguous()
+        made = torch.empty(len(acts), *weight)
+        (height, width), (above, left), (tall, wide) = _two(acts.shape[2:], 1), _two(how.padding, 0), _two(kernel, 1)
+        moves = (*_two(how.stride, 1), *_two(how.dilation, 1))
+        seen = (len(acts), how.groups, channels, height, width, above, left, outputs // how.groups)
+        sizes = (*seen, *_two(grads.shape[2:], 1), tall, wide, *moves)
+        stride = -(-min(channels, LANES) * tall * wide // LANES) * LANES
+        padded = how.groups * channels * (height + 2 * above) * (width + 2 * left)
+        room = padded + max(PATCHES, FEWEST * stride) + 2 * RUN
+        workers = max(1, min(len(acts), threads(made.nbytes * grads[0, 0].numel() if len(acts) else 0)))
+        memory = torch.empty(workers * room)
+        places = [tensor.data_ptr() for tensor in (acts, grads, made)]
+        run(*places, (COUNT * len(sizes))(*sizes), memory.data_ptr(), room, workers)
+        return made
+
+    return rows
+
+
+def _refuse_unfit(acts: Tensor, grads: Tensor, weight: Sequence[int], how: Geometry) -> None:
+    """Refuse sizes that do not fit together: the compiled code would read past the end of a tensor."""
+    fit = acts.shape[:2] == (len(grads), weight[1] * how.groups) and grads.shape[1] == weight[0]
+    fit = fit and acts.dtype is grads.dtype is torch.float32 and acts.is_cpu and grads.is_cpu
+    for size, positions, kernel, pad, stride, apart in zip(
+        acts.shape[2:], grads.shape[2:], weight[2:], how.padding, how.stride, how.dilation, strict=True
+    ):
+        fit = fit and (positions - 1) * stride + (kernel - 1) * apart < size + 2 * pad
+    if not fit:
+        raise ValueError(f"gradients {tuple(grads.shape)} are not those of a convolution of {tuple(acts.shape)}.")
+
+
+def _two(sizes: Sequence[int], missing: int) -> tuple[int, int]:
+    """Sizes in two dimensions; in one dimension the first is `missing`."""
+    return (missing, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])

@@ -1,0 +1,82 @@
+/* Ghost norms: for one record with inputs a [t,i] and gradients g [t,o], ‖Σ_t g_tᵀ a_t‖² = Σ_{s,t} ⟨a_s,a_t⟩·⟨g_s,g_t⟩.
+
+   Both Gram matrices are symmetric: one half of their tiles is made, multiplied and added up, and none is kept. */
+
+#include "tile.h"
+
+/* So many products are added up in one go, and these in the tile, so that rounding errors stay small. */
+#define RUN 256
+
+struct matrix {
+    const float *numbers;
+    int64_t record, position, width; /* how far apart records and positions are; numbers lie side by side */
+};
+
+/* a [positions,width] as [room/LANES,width,LANES], with zeros beyond the positions. */
+INLINE void transpose(const float *restrict a, int64_t position, int64_t positions, int64_t width, float *restrict made,
+                      int64_t room) {
+    for (int64_t first = 0; first < room; first += LANES)
+        for (int64_t k = 0; k < width; k += LANES) {
+            float block[LANES][LANES] = {{0}};
+            int64_t rows = positions - first < LANES ? positions - first : LANES, columns = width - k < LANES ? width - k : LANES;
+            for (int64_t t = 0; t < rows; t++)
+                for (int64_t c = 0; c < columns; c++)
+                    block[c][t] = a[(first + t) * position + k + c];
+            for (int64_t c = 0; c < columns; c++)
+                memcpy(made + first * width + (k + c) * LANES, block[c], sizeof block[c]);
+        }
+}
+
+/* tile [ROWS,LANES] of a·aᵀ. */
+INLINE void products(const float *restrict a, int64_t position, int64_t width, const float *restrict across,
+                     int64_t row, int64_t column, int count, float *restrict tile) {
+    for (int64_t k = 0; k < width; k += RUN)
+        multiply(a + row * position + k, position, 1, NULL, across + column * width + k * LANES, LANES,
+                 width - k < RUN ? width - k : RUN, tile, LANES, LANES, count, k == 0);
+}
+
+/* found: the squared norm, the sum of the positions' lengths, and the largest ‖a_t‖² and ‖g_t‖². */
+FOR_EACH_PROCESSOR
+static void one_record(const float *restrict a, const float *restrict g, const struct matrix *left, const struct matrix *right,
+                       int64_t positions, double *restrict found, float *restrict memory) {
+    int64_t room = (positions + LANES - 1) / LANES * LANES;
+    float *across = memory, *along = memory + left->width * room;
+    float tile_a[ROWS * LANES], tile_g[ROWS * LANES];
+    double square = 0, length = 0, most_a = 0, most_g = 0;
+    transpose(a, left->position, positions, left->width, across, room);
+    transpose(g, right->position, positions, right->width, along, room);
+    for (int64_t row = 0; row < positions; row += ROWS) {
+        int count = positions - row < ROWS ? positions - row : ROWS;
+        for (int64_t column = row / LANES * LANES; column < room; column += LANES) {
+            products(a, left->position, left->width, across, row, column, count, tile_a);
+            products(g, right->position, right->width, along, row, column, count, tile_g);
+            for (int k = 0; k < count; k++)
+                for (int lane = 0; lane < LANES; lane++) {
+                    double x = tile_a[k * LANES + lane], y = tile_g[k * LANES + lane];
+                    int64_t ahead = column + lane - row - k;
+                    square += ahead > 0 ? 2 * x * y : ahead == 0 ? x * y : 0;
+                }
+            for (int k = 0; k < count; k++)
+                if (row + k >= column && row + k < column + LANES) {
+                    double x = tile_a[k * LANES + row + k - column], y = tile_g[k * LANES + row + k - column];
+                    length += sqrt(x * y);
+                    most_a = x > most_a || x != x ? x : most_a;
+                    most_g = y > most_g || y != y ? y : most_g;
+                }
+        }
+    }
+    found[0] = square, found[1] = length, found[2] = most_a, found[3] = most_g;
+}
+
+/* found [records,4] for inputs [records,positions,left.width] and gradients [records,positions,right.width]. Each thread has
+   `share` numbers of the memory. */
+void clipless_ghost_norms(const float *a, const float *g, const int64_t *sizes, double *found, float *memory, int64_t share,
+                          int64_t threads) {
+    int64_t records = sizes[0], positions = sizes[1];
+    struct matrix left = {a, sizes[2], sizes[3], sizes[4]}, right = {g, sizes[5], sizes[6], sizes[7]};
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t thread = 0; thread < threads; thread++)
+        for (int64_t b = thread * records / threads; b < (thread + 1) * records / threads; b++)
+            one_record(a + b * left.record, g + b * right.record, &left, &right, positions, found + 4 * b,
+                       memory + thread * share);
+}

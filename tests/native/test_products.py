@@ -1,0 +1,102 @@
+"""Sums of outer products and their ghost norms: compiled and by torch, against float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from clipless.gradients.forms import OuterProducts
+from clipless.native import LIBRARY, gram, rows
+from clipless.native.rows import Product, add_products
+from compiling import needs_library
+
+SIZES = st.sampled_from([1, 7, 8, 9, 16, 17, 40])
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True, scope="module")
+def way(request: pytest.FixtureRequest) -> object:
+    """Every test here with and without the library."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(rows, "compiled", lambda: None)
+            patch.setattr(gram, "compiled", lambda: None)
+        yield
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@given(st.lists(st.tuples(SIZES, SIZES), min_size=1, max_size=3), st.integers(0, 150), st.integers(0, 1))
+def test_sums(sizes: list[tuple[int, int]], records: int, beta: int) -> None:
+    sums, expected = [], []
+    for k, (outputs, width) in enumerate(sizes):
+        left, right, factors = (
+            numbers(records, outputs, seed=k),
+            numbers(records, width, seed=k + 9),
+            numbers(records).abs(),
+        )
+        before = numbers(outputs, width) if beta else torch.full((outputs, width), torch.nan)
+        sums.append(Product(before.clone(), left, right, factors, beta))
+        exact = torch.einsum("b,bo,bi->oi", factors.double(), left.double(), right.double())
+        expected.append(exact + before.double() if beta else exact)
+    add_products(sums)
+    for made, exact in zip(sums, expected, strict=True):
+        torch.testing.assert_close(made.total.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sum_of_equal_records_is_off_by_a_small_part_of_one() -> None:
+    """A chain of 2,048 float32 additions would be off by a tenth of a record."""
+    total = torch.empty(1, 1)
+    add_products([Product(total, torch.full((2048, 1), 0.1), torch.ones(2048, 1), torch.ones(2048), beta=0)])
+    one = float(torch.tensor(0.1))
+    assert abs(float(total) - 2048 * one) < 0.05 * one
+
+
+def test_other_types_and_tensors_with_gaps_are_torchs() -> None:
+    left, right = numbers(5, 3).double(), numbers(5, 4).double()
+    total = torch.zeros(3, 4, dtype=torch.float64)
+    add_products([Product(total, left, right, torch.ones(5), beta=0)])
+    torch.testing.assert_close(total, left.mT @ right)
+    gaps = torch.zeros(6, 4)[::2]
+    add_products([Product(gaps, numbers(5, 3), numbers(4, 5).mT, torch.ones(5), beta=0)])
+    torch.testing.assert_close(gaps, numbers(5, 3).mT @ numbers(4, 5).mT, rtol=1e-5, atol=1e-5)
+
+
+@given(st.integers(1, 3), st.integers(32, 70), SIZES, st.sampled_from([1, 33, 300]), st.booleans())
+def test_ghost_norms(records: int, positions: int, inside: int, outside: int, first: bool) -> None:
+    acts = numbers(records, positions, inside)
+    grads = numbers(positions, records, outside).transpose(0, 1) if first else numbers(records, positions, outside)
+    exact = (grads.double().mT @ acts.double()).square().sum((1, 2))
+    lengths = (acts.double().norm(dim=2) * grads.double().norm(dim=2)).sum(1)
+    squares, found, lost = OuterProducts(acts, grads).ghost
+    torch.testing.assert_close(squares, exact, rtol=1e-4, atol=1e-5 * float(lengths.max()) ** 2)
+    torch.testing.assert_close(found, lengths, rtol=1e-5, atol=0)
+    assert not lost.any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e25])
+def test_a_ghost_norm_is_not_finite_where_its_record_is_not(bad: float) -> None:
+    acts, grads = numbers(3, 40, 5), numbers(3, 40, 6)
+    grads[1, 39, 2] = bad
+    norms = OuterProducts(acts, grads).sq_norms.float()
+    assert norms.isfinite().tolist() == [True, False, True]
+
+
+def test_positions_that_cancel_are_computed_exactly() -> None:
+    """A ghost norm of what cancels is rounding error: too small by any factor, and the record would add too much."""
+    acts, grads = numbers(2, 20, 5).repeat(1, 2, 1), numbers(2, 20, 6)
+    grads = torch.cat([grads, -grads * (1 + 1e-6)], 1)
+    exact = (grads.double().mT @ acts.double()).square().sum((1, 2))
+    assert (OuterProducts(acts, grads).sq_norms >= exact).all()
+
+
+@needs_library
+def test_sizes_that_do_not_fit_together_are_refused() -> None:
+    norms = gram.build(LIBRARY)
+    assert norms is not None
+    with pytest.raises(ValueError, match="other positions"):
+        norms(numbers(2, 40, 3), numbers(2, 41, 3))
