@@ -53,7 +53,7 @@ COMMANDS = {
     ),
     "report": CommandEntry(
         "What a run promised and has spent, from its ledger, and what in its files is not private.",
-        "clipless report --accountant pld runs/digits-mlp-auto-s",
+        "clipless report --html report.html runs/digits-mlp-auto-s",
     ),
     "reproduce": CommandEntry(
         "Make a paper's figures and tables again, beside the published numbers, into one folder.",
