@@ -34,11 +34,11 @@ def stated(reading: RunReport, delta: float | None, accountant: str | None) -> S
 def privacy(reading: RunReport, delta: float | None, accountant: str | None) -> Rows:
     """Epsilon by both accountants that are guarantees, and by the one asked for."""
     if not reading.private:
-        return {"epsilon": not_private("none: there is no guarantee", UNPROTECTED)}
+        return {f"epsilon spent, by {name}": not_private("no guarantee", UNPROTECTED) for name in GUARANTEES}
     plan, rows = reading.plan, {}
     for name in dict.fromkeys((*GUARANTEES, plan["accountant"], *([accountant] if accountant else []))):
         note = " (an approximation, can under-report)" if ACCOUNTANTS[name].approximation else ""
-        rows[f"epsilon spent, by {name}{note}"] = Value(_epsilon(reading, delta, name))
+        rows[f"epsilon spent, by {name}{note}"] = _marked(reading, _epsilon(reading, delta, name))
     rows["delta"] = Value(rounded_up(plan["delta"] if delta is None else delta))
     rows["promised for all planned steps"] = Value(
         f"({rounded_up(plan['epsilon'])}, {rounded_up(plan['delta'])}) by {plan['accountant']}"
@@ -144,6 +144,11 @@ def overview(runs: Mapping[str, RunReport], delta: float | None, accountant: str
         for label, value in rows.items():
             table.setdefault(label, {})[name] = value
     return table
+
+
+def _marked(reading: RunReport, epsilon: str) -> Value:
+    """An epsilon, marked where the noise behind it can be subtracted."""
+    return not_private(epsilon, SECRET_SEED) if seeded(reading) else Value(epsilon)
 
 
 def _epsilon(reading: RunReport, delta: float | None, accountant: str) -> str:

@@ -136,16 +136,16 @@ def _meaning(spent: Spent) -> list[Sentence]:
     return [
         [
             Value(
-                f"Something that would happen to them with a probability of {EXAMPLE:.0%} had their record been left out, "
-                f"happens with a probability of at most {worst} now that it was used."
+                f"Something that would happen to them with a probability of {percent_up(EXAMPLE)} had their record been left "
+                f"out, happens with a probability of at most {worst} now that it was used."
             )
         ],
         [
             Value(
                 "An attacker who knows all other records, and for whom a fair coin decided whether this one was used, "
-                f"guesses right with a probability of at most {percent_up(guess)}; without seeing anything it is 50 %. The rate of "
-                f"right alarms exceeds that of false ones by at most {percent_up(edge)}. These are worst cases; no attack "
-                "need come near."
+                f"guesses right with a probability of at most {percent_up(guess)}; without seeing anything it is 50 %. The "
+                f"rate of right alarms exceeds that of false ones by at most {percent_up(edge)}. These are worst "
+                "cases; no attack need come near."
             )
         ],
     ]

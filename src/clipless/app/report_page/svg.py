@@ -12,11 +12,11 @@ SERIES = 7
 Scale = Callable[[float], float]
 
 
-def svg(chart: Chart) -> str:
-    """The chart; curves have the classes s0, s1, and so on. A chart without a point to show has axes only."""
+def svg(chart: Chart, series: Sequence[int]) -> str:
+    """The chart; each curve has the class s0, s1, and so on of its series. One without a point to show has axes only."""
     shown = chart.finite()
     x_values = [x for line in shown.lines for x in line.x]
-    y_values = [y for line in shown.lines for y in line.y] + ([chart.level[0]] if chart.level else [])
+    y_values = [y for line in shown.lines for y in line.y]
     x, x_ticks = _scale(x_values, LEFT, WIDTH - RIGHT, logarithmic=False)
     y, y_ticks = _scale(y_values, HEIGHT - BOTTOM, TOP, logarithmic=chart.log_y)
     parts = [
@@ -28,12 +28,14 @@ def svg(chart: Chart) -> str:
         f'<text transform="translate(11 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" text-anchor="middle">'
         f"{escape(chart.y_label)}</text>",
     ]
-    for place, line in enumerate(shown.lines):
+    for place, line in zip(series, shown.lines, strict=True):
         parts += _curve(place, [(x(a), y(b)) for a, b in zip(line.x, line.y, strict=True)])
-    if chart.level:
-        at = y(chart.level[0])
-        parts.append(f'<line class="level" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>')
     return "".join([*parts, "</svg>"])
+
+
+def series_class(place: int) -> str:
+    """The class of a curve, by which the style gives it a colour and dashes."""
+    return f"s{place % SERIES}"
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -69,7 +71,7 @@ def _tick(x1: float, y1: float, x2: float, y2: float, text: str, anchor: str, dx
 
 def _curve(place: int, points: Sequence[tuple[float, float]]) -> list[str]:
     """The line, and a dot at each point while they are few."""
-    name = f"s{place % SERIES}"
+    name = series_class(place)
     path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
     dots = (
         [f'<circle class="{name}" cx="{a:.1f}" cy="{b:.1f}" r="2.2"/>' for a, b in points] if len(points) <= 40 else []
