@@ -136,8 +136,8 @@ def _meaning(spent: Spent) -> list[Sentence]:
     return [
         [
             Value(
-                f"Something that would happen to them with a probability of {percent_up(EXAMPLE)} had their record been left "
-                f"out, happens with a probability of at most {worst} now that it was used."
+                f"Something that would happen to them with a chance of {percent_up(EXAMPLE)} had their record been left "
+                f"out, happens with a chance of at most {worst} now that it was used."
             )
         ],
         [
