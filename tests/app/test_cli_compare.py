@@ -9,7 +9,7 @@ import pytest
 
 from clipless.accounting import Ledger
 from clipless.app import comparing
-from clipless.app.comparing import Compared, Cost, advice, price_text
+from clipless.app.comparing import Compared, ComparisonPrice, advice, price_text
 from commanding import run_main
 
 ARGUMENTS = [
@@ -125,6 +125,6 @@ def test_runs_that_diverged_are_not_taken_and_can_be_stored() -> None:
 
 
 def test_an_epsilon_is_rounded_up_and_runs_without_privacy_are_named() -> None:
-    text = " ".join(price_text(Cost(runs=6, epsilon=9.00001, delta=1e-5, plain_runs=3, seeded=False)))
+    text = " ".join(price_text(ComparisonPrice(runs=6, epsilon=9.00001, delta=1e-5, plain_runs=3, seeded=False)))
     assert "epsilon 9.001 at delta 1e-05" in text
     assert "3 run(s) had no privacy" in text

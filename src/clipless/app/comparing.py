@@ -77,7 +77,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Cost:
+class ComparisonPrice:
     """What everyone who sees the comparison has learned, if the data is private: all private runs composed."""
 
     runs: int
@@ -126,17 +126,17 @@ def compare(
     return [_compared(data, [_stored(folder, data, one, n) or {} for n in range(repeats)]) for one in chosen]
 
 
-def cost(folder: Path) -> Cost:
+def cost(folder: Path) -> ComparisonPrice:
     """The price of all runs that the folder holds, released together: those that are not in the table count as well."""
     records = [_read(path) for path in sorted((folder / RUNS).glob("*.json"))]
     private = [record for record in records if record["ledger"] is not None]
     if not private:
-        return Cost(0, None, None, len(records), seeded=False)
+        return ComparisonPrice(0, None, None, len(records), seeded=False)
     delta = min(record["delta"] for record in private)
     runs: Any = [Ledger.from_dict(record["ledger"]).events for record in private]
     spent = GridSearch(len(runs)).epsilon(runs, delta, defaults.ACCOUNTANT)
     seeded = any(record["settings"]["seed"] is not None for record in private)
-    return Cost(len(private), spent, delta, len(records) - len(private), seeded)
+    return ComparisonPrice(len(private), spent, delta, len(records) - len(private), seeded)
 
 
 def advice(found: Sequence[Compared]) -> str:
@@ -159,7 +159,7 @@ def advice(found: Sequence[Compared]) -> str:
     return f"Take {taken.clipping}: these runs do not tell it from {rest}, and {why}."
 
 
-def price_text(found: Cost) -> list[str]:
+def price_text(found: ComparisonPrice) -> list[str]:
     """What the comparison costs if the data is private."""
     lines = []
     if found.epsilon is not None and found.delta is not None:

@@ -5,11 +5,11 @@ from typing import Any
 
 from clipless.accounting import Spent
 from clipless.app.report import RunReport
-from clipless.app.report_page.values import PUBLIC, SIZE, Value, percent_up
+from clipless.app.report_page.values import PUBLIC, SIZE, MarkedText, percent_up
 from clipless.rounding import rounded_up
 
 EXAMPLE = 0.01
-Sentence = list[Value]
+Sentence = list[MarkedText]
 
 
 def odds_factor(epsilon: float) -> float:
@@ -58,7 +58,7 @@ def promise(reading: RunReport, spent: Spent) -> dict[str, list[Sentence]]:
         "Who is protected?": [_protected(reading)],
         "Against whom?": [
             [
-                Value(
+                MarkedText(
                     "Anyone who sees the final model, all models in between and everything the run released, who may know "
                     "all other records and may have any computing power. What they compute from it later is covered too."
                 )
@@ -69,7 +69,7 @@ def promise(reading: RunReport, spent: Spent) -> dict[str, list[Sentence]]:
         "What does that mean for one person?": _meaning(spent),
         "What is not promised?": [
             [
-                Value(
+                MarkedText(
                     "That nothing can be learned about a person: what the other records show is "
                     "learned with or without theirs. Files marked as not private below are not covered, nor is any other "
                     "run on the same records: the epsilons of several runs add up."
@@ -83,9 +83,9 @@ def _protected(reading: RunReport) -> Sentence:
     data = reading.record.get("data")
     name = f" of the data set {data}" if data else ""
     return [
-        Value(f"Each training record{name}, of which there are"),
-        Value(f"{reading.plan['dataset_size']:,}", PUBLIC, SIZE),
-        Value(
+        MarkedText(f"Each training record{name}, of which there are"),
+        MarkedText(f"{reading.plan['dataset_size']:,}", PUBLIC, SIZE),
+        MarkedText(
             ". A record is one row of the data. A person with several rows is protected less: with k rows, epsilon is k "
             "times as large, and delta grows even faster."
         ),
@@ -97,9 +97,9 @@ def _promised(reading: RunReport, spent: Spent) -> Sentence:
     change = "adding or removing one record" if "add or remove" in reading.plan["neighbouring"] else ""
     relation = f"Two data sets are neighbours if they differ by {change or reading.plan['neighbouring']}. "
     if math.isinf(spent.epsilon):
-        return [Value("Nothing: the epsilon of what this run released is infinite.")]
+        return [MarkedText("Nothing: the epsilon of what this run released is infinite.")]
     return [
-        Value(
+        MarkedText(
             f"{kind}. {relation}Any outcome of the training, and of whatever is done with the model later, is at most e^ε = "
             f"{rounded_up(odds_factor(spent.epsilon))} times as probable as with a neighbouring data set, plus δ = "
             f"{rounded_up(spent.delta)}."
@@ -112,14 +112,18 @@ def _kept(plan: dict[str, Any]) -> list[Sentence]:
         search = plan["tuning"]
         count = len(search["candidates"])
         return [
-            [Value(f"By training a grid of {count} candidates, released by {search['method']}; one price covers all.")]
+            [
+                MarkedText(
+                    f"By training a grid of {count} candidates, released by {search['method']}; one price covers all."
+                )
+            ]
         ]
     rate, batch = percent_up(plan["sample_rate"]), plan["expected_batch"]
     poisson = f"each record independently with probability {rate} ({batch:,} records expected)"
     drawn = poisson if plan["sampling"] == "poisson" else f"by {plan['sampling']} sampling, {batch:,} records expected"
     return [
         [
-            Value(
+            MarkedText(
                 f"In each of {plan['steps']:,} steps a batch is drawn, {drawn}. The gradient of each record is scaled down "
                 f"to a bounded length, the sum of all is released with Gaussian noise of {plan['noise_multiplier']:.4g} "
                 "times that bound, and nothing else of the batch is shown."
@@ -130,18 +134,18 @@ def _kept(plan: dict[str, Any]) -> list[Sentence]:
 
 def _meaning(spent: Spent) -> list[Sentence]:
     if math.isinf(spent.epsilon):
-        return [[Value("There is no bound on what can be learned about one person.")]]
+        return [[MarkedText("There is no bound on what can be learned about one person.")]]
     worst = percent_up(most_probable(EXAMPLE, spent.epsilon, spent.delta))
     guess, edge = right_guesses(spent.epsilon, spent.delta), advantage(spent.epsilon, spent.delta)
     return [
         [
-            Value(
+            MarkedText(
                 f"Something that would happen to them with a chance of {percent_up(EXAMPLE)} had their record been left "
                 f"out, happens with a chance of at most {worst} now that it was used."
             )
         ],
         [
-            Value(
+            MarkedText(
                 "An attacker who knows all other records, and for whom a fair coin decided whether this one was used, "
                 f"guesses right with a probability of at most {percent_up(guess)}; without seeing anything it is 50 %. The "
                 f"rate of right alarms exceeds that of false ones by at most {percent_up(edge)}. These are worst "

@@ -14,7 +14,7 @@ SIZE = "the guarantee takes the number of training records as known"
 
 
 @dataclass(frozen=True)
-class Value:
+class MarkedText:
     """A text, and why the guarantee does not cover it; without a `mark` it does, or nothing in it comes from records."""
 
     text: str
@@ -22,8 +22,8 @@ class Value:
     why: str = ""
 
 
-def not_private(text: str, why: str) -> Value:
-    return Value(text, NOT_PRIVATE, why)
+def not_private(text: str, why: str) -> MarkedText:
+    return MarkedText(text, NOT_PRIVATE, why)
 
 
 def percent_up(share: float) -> str:
