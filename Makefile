@@ -7,11 +7,14 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PINNED := pyproject.toml constraints.txt hatch_build.py $(wildcard src/clipless/native/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sabotage sweep soak figures bench audit models-page zoo lint format clean
+.PHONY: help demo test test-integrations test-torch test-worlds sabotage sweep soak figures bench audit models-page zoo lint format clean
 
 help:
 	@echo "make demo    train digits without privacy, with Abadi clipping and with AUTO-S, side by side"
 	@echo "make test    lint, type check and run all tests"
+	@echo "make test-integrations  run the tests of clipless.integrations: Hugging Face, Lightning, Opacus, JAX"
+	@echo "make test-torch VERSION=2.13.0  run the core tests with another version of torch, in an environment of its own"
+	@echo "make test-worlds  sharded runs in worlds of one to four processes, against one process: 3 minutes"
 	@echo "make sabotage  break the source in 300 places, one at a time: the tests must notice each: 30 minutes"
 	@echo "make sweep   calibrate over the whole range of epsilon, delta, rate and steps: 15 minutes"
 	@echo "make soak    100,000 steps of a small model: memory and time of a step must stay what they are"
@@ -29,6 +32,27 @@ demo: $(VENV)/.runtime
 
 test: lint
 	$(BIN)/python -m pytest -n 2
+
+# Without these folders in `make test`, which needs none of those libraries (norecursedirs in pyproject.toml).
+test-integrations: $(VENV)/.integrations
+	$(BIN)/python -m pytest -n 2 tests/integrations src/clipless/integrations
+
+# The core: the engine, its checks, noise, sampling, policies, saving. Other builds of torch are large.
+CORE := tests/gradients tests/noise tests/runs tests/sampling tests/thresholds tests/test_clipping.py tests/test_optimizers.py \
+  tests/test_private.py tests/test_promises.py tests/test_stepping.py
+VERSION ?= $(patsubst torch==%,%,$(TORCH))
+OTHER := .venv-torch-$(VERSION)
+OTHER_PIP := $(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check
+
+test-torch:
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER_PIP) torch==$(VERSION)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER_PIP) -c $(OTHER)/constraints.txt -e '.[test]'
+	$(OTHER)/bin/python -m pytest -n 2 $(CORE)
+
+test-worlds: $(VENV)/.test
+	$(BIN)/python tests/distributed/all_worlds.py
 
 sabotage: $(VENV)/.test
 	$(BIN)/python tests/sabotages.py
@@ -69,7 +93,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples experiments -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -89,3 +113,7 @@ $(VENV)/.runtime: $(VENV)/.torch
 $(VENV)/.test: $(VENV)/.torch
 	$(PIP) -c constraints.txt -e '.[test]'
 	@touch $@ $(VENV)/.runtime
+
+$(VENV)/.integrations: $(VENV)/.test
+	$(PIP) -c constraints.txt -e '.[test,integrations]'
+	@touch $@

@@ -43,7 +43,7 @@ def main(
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
             for model in compiled.SWITCHES[name].models:
-                gains.append(compiled.measured(name, model, rounds, tiny=quick))
+                gains.append(compiled.measure_gain(name, model, rounds, tiny=quick))
                 console.print(f"{name} on {model}: x{gains[-1].gain:.3f}")
                 (folder / "compiled.json").write_text(compiled.to_json(facts, gains), encoding="utf-8")
     found = compiled.stored(stored or out)

@@ -19,6 +19,7 @@ SECONDS = 120
 sys.path.insert(0, str(ROOT / "tests"))
 
 import model_zoo as zoo
+import package_zoo
 
 
 class TooLong(BaseException):
@@ -33,19 +34,19 @@ def judged(number: int) -> dict[str, Any]:
     """The verdict on one case, as plain data."""
     torch.set_num_threads(1)
     case = CASES[number]
-    signal.signal(signal.SIGALRM, interrupted)
-    signal.alarm(SECONDS)
+    signal.signal(signal.SIGPROF, interrupted)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         verdict = zoo.judge(case)
     except TooLong:
-        verdict = zoo.Verdict("slow", f"not judged in {SECONDS} seconds")
+        verdict = zoo.Verdict("slow", f"not judged in {SECONDS} seconds of processor time")
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     error = None if verdict.error != verdict.error else float(f"{verdict.error:.1e}")
     return {"family": case.family, "name": case.name, "verdict": verdict.kind, "why": verdict.why, "error": error}
 
 
-CASES = [*zoo.transformers_cases(), *zoo.torch_cases(), *zoo.package_cases()]
+CASES = [*zoo.transformers_cases(), *zoo.torch_cases(), *package_zoo.package_cases()]
 
 
 def main(only: list[str]) -> None:
@@ -55,7 +56,7 @@ def main(only: list[str]) -> None:
     if only:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
         return
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, **zoo.package_versions()}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, **package_zoo.package_versions()}
     RESULTS.write_text(json.dumps({"versions": versions, "cases": rows}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -20,6 +20,11 @@ from clipless.gradients.layers.rule import NAMED, REGISTRY, LayerRule
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 ZOO = Path(__file__).parents[1] / "benchmarks" / "results" / "zoo.json"
+# Why a model that keeps its records apart, or seems to, is refused all the same, by how its name begins.
+JUSTIFIED = {
+    "IBert": "its buffers hold the range of the activations, learned from the records without noise",
+    "Timesformer": "it takes a record's class token from a row with the frames of another, so that a row belongs to two",
+}
 VERDICTS = ("exact", "refused", "mixes", "wrong", "crash", "slow")
 RECORDS, POSITIONS, WIDTH, CLASSES = 5, 3, 4, 3
 
@@ -204,7 +209,8 @@ def page() -> str:
             "  Such models take one more backward pass per step for up to 32 records, two for up to 1,024; give",
             "  `private.backward` one loss per record.",
             "- **by operation**: a parameter that is in no known layer is followed to the operations in which it meets the",
-            "  records, and these are differentiated record by record.",
+            "  records, and these are differentiated record by record; products and convolutions by their layers' rules,",
+            "  also with weights that are standardised or normalised first.",
             f"- **generic**: the module is run again, one record at a time. {note(generic)}",
             "",
             *table(("Model", "Parameters and how they are handled"), fallbacks()),
@@ -293,9 +299,18 @@ def zoo() -> list[str]:
         "",
         *table(("Family", *(kind.capitalize() for kind in VERDICTS)), rows),
         "",
-        *table(("What is not exact", "Models"), [(why, ", ".join(names)) for why, names in reasons.items()]),
+        *table(
+            ("What is not exact", "Models", "Because"),
+            [(why, ", ".join(names), justified(names)) for why, names in reasons.items()],
+        ),
         "",
     ]
+
+
+def justified(names: list[str]) -> str:
+    """Why models of these names stay refused."""
+    found = {why for name in names for begin, why in JUSTIFIED.items() if name.startswith(f"`{begin}")}
+    return "; ".join(sorted(found))
 
 
 def built(make: Callable[[], nn.Module]) -> nn.Module:

@@ -15,18 +15,19 @@ FILES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES, MOST_FUNCTION_LINES = 300, 50
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"arrays", "errors", "rounding"}),
+    frozenset({"arrays", "errors", "rounding", "torch_internals"}),
     frozenset(
         {"arguments", "defaults", "clipped", "closures", "native", "noise_schedule", "processes", "random_state"}
     ),
     frozenset({"accounting", "theory", "partition", "noise", "thresholds", "foreign", "replacing", "averaging"}),
     frozenset({"clipping", "sampling", "runs"}),
     frozenset({"phases"}),
-    frozenset({"distributed", "gradients", "oracle", "plan", "reliability"}),
+    frozenset({"distributed", "gradients", "oracle", "plan", "privacy", "reliability"}),
     frozenset({"planning", "preflight", "refusals", "stepping"}),
+    frozenset({"run_state"}),
     frozenset({"saved_run"}),
     frozenset({"private"}),
-    frozenset({"auditing", "langevin"}),
+    frozenset({"auditing", "integrations", "langevin"}),
     frozenset({"app"}),
     frozenset({"__main__"}),
 )

@@ -82,6 +82,8 @@ OWN: dict[str, dict[str, Any]] = {
     "donut-swin": {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "patch_size": 4},
     "maskformer-swin": {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "patch_size": 4},
     "swin2sr": {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2, "patch_size": 1},
+    "deberta": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "pooler_hidden_size": 16},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "pooler_hidden_size": 16},
     "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
     "mobilevit": {
         "conv_kernel_size": 3,
@@ -268,82 +270,6 @@ def _with_parameters(kind: type[nn.Module], args: tuple[Any, ...], kwargs: dict[
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("no parameters")
     return quiet(clipless.replace_batchnorm(module).model)
-
-
-def _image(size: int = 64) -> tuple[Tensor, ...]:
-    return (torch.randn(RECORDS, 3, size, size),)
-
-
-TIMM = (
-    *("eva02_tiny_patch14_224", "vit_tiny_patch16_224", "deit_tiny_patch16_224", "cait_xxs24_224"),
-    *("maxvit_rmlp_pico_rw_256", "coatnet_pico_rw_224", "levit_128s", "mobilevit_xxs"),
-    *(
-        "resnet10t",
-        "efficientnet_b0",
-        "nf_resnet26",
-        "convnext_atto",
-        "mixer_s32_224",
-        "gmlp_ti16_224",
-        "xcit_nano_12_p16_224",
-    ),
-    *(
-        "poolformer_s12",
-        "mobilenetv3_small_050",
-        "regnetx_002",
-        "ghostnet_050",
-        "edgenext_xx_small",
-        "crossvit_tiny_240",
-    ),
-)
-
-
-def package_cases() -> Iterator[Case]:
-    """Models of other packages, where these are installed."""
-    if _installed("timm"):
-        import timm
-
-        for name in TIMM:
-            size = next((int(part) for part in reversed(name.split("_")) if part in ("224", "240", "256")), 64)
-            yield Case("timm", name, partial(_timm, timm.create_model, name), partial(_image, size), RECORDS)
-    if _installed("x_transformers"):
-        import x_transformers as x
-
-        plain = {"dim": 16, "depth": 2, "heads": 2, "attn_dim_head": 8}
-        settings = {
-            "plain": {},
-            "rotary": {"rotary_pos_emb": True},
-            "relative": {"rel_pos_bias": True},
-            "gated": {"ff_glu": True, "attn_gate_values": True},
-            "memory": {"attn_num_mem_kv": 2},
-            "sandwich": {"sandwich_norm": True},
-        }
-        for name, own in settings.items():
-            for tied in (False, True):
-                make = partial(_x_transformer, x, {**plain, **own}, tied)
-                yield Case("x-transformers", name + ", tied" * tied, make, lambda: (tokens()["input_ids"],))
-
-
-def _timm(create: Callable[..., nn.Module], name: str) -> nn.Module:
-    model = create(name, pretrained=False, num_classes=3)
-    return quiet(clipless.replace_batchnorm(model).model)
-
-
-def _x_transformer(x: Any, settings: dict[str, Any], tied: bool) -> nn.Module:
-    layers = x.Decoder(**settings)
-    return quiet(x.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=16, attn_layers=layers, tie_embedding=tied))
-
-
-def _installed(package: str) -> bool:
-    try:
-        importlib.import_module(package)
-    except (ImportError, RuntimeError):  # a package built for another torch
-        return False
-    return True
-
-
-def package_versions() -> dict[str, str]:
-    names = [name for name in ("timm", "x_transformers") if _installed(name)]
-    return {name: importlib.metadata.version(name) for name in names}
 
 
 def losses(model: nn.Module, batch: tuple[Any, Tensor]) -> Tensor:

@@ -95,10 +95,24 @@ def test_the_oracle_is_independent_of_the_engine() -> None:
     assert not {module for module in below if house.room(module) in ("gradients", "native")}
 
 
+def private_names_of_torch(path: Path) -> set[str]:
+    """What a file imports or reads of torch that begins with an underscore."""
+    names = {name for name in house.imports(path) if name.split(".")[0] == "torch"}
+    for node in ast.walk(house.tree(path)):
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"(torch|nn|F)(\.\w+)+", name := ast.unparse(node)):
+            names.add(name)
+    return {name for name in names if re.search(r"\._[a-zA-Z]", name)}
+
+
+def test_what_is_private_to_torch_is_used_in_one_file() -> None:
+    using = {module for module, path in house.MODULES.items() if private_names_of_torch(path)}
+    assert using == {"clipless.torch_internals"}
+
+
 def test_only_gradients_registers_module_hooks() -> None:
-    assert using(lambda name: ("forward" in name and name.startswith("register_")) or name == "register_hook") == {
-        "gradients"
-    }
+    """The callback for Lightning has one on the loss, to undo Lightning's division by the number of parts."""
+    assert using(lambda name: "forward" in name and name.startswith("register_")) == {"gradients"}
+    assert using(lambda name: name == "register_hook") == {"gradients", "integrations"}
 
 
 def test_nothing_is_printed_outside_the_application_and_no_attribute_is_set_by_name() -> None:
@@ -162,6 +176,12 @@ def test_what_needs_no_torch_does_not_load_it() -> None:
     """One after the other in one process: none of them loads it."""
     codes = (f"{code}\n{LOADED}\n" for code in WITHOUT_TORCH)
     assert in_fresh_process("".join(codes)).splitlines() == ["[]"] * len(WITHOUT_TORCH)
+
+
+def test_what_is_slow_to_import_is_loaded_at_the_first_epsilon() -> None:
+    slow = "{'dp_accounting', 'scipy.stats', 'scipy.optimize'}"
+    code = f"import sys, clipless.accounting; print(sorted({slow} & sys.modules.keys()))"
+    assert in_fresh_process(code).strip() == "[]"
 
 
 def test_every_public_name_resolves_to_what_type_checkers_see() -> None:

@@ -20,6 +20,7 @@ QUICK: dict[str, list[tuple[list[str], str]]] = {
         (["experiments/clipping.py", "--quick", "--docs", "docs"], "docs/figures/dc-e.svg"),
         (["experiments/budget.py", "--quick", "--docs", "docs"], "docs/figures/budget.json"),
     ],
+    "test-worlds": [(["tests/distributed/all_worlds.py", "1"], "")],
     "sabotage": [(["tests/sabotages.py", "quantile-sign"], "")],
     "sweep": [(["tests/accounting/sweep.py", "--every", "500", "--accountants", "gdp"], "")],
     "soak": [(["benchmarks/soak.py", "--steps", "60", "--most-growth", "1e6"], "")],
@@ -31,7 +32,7 @@ QUICK: dict[str, list[tuple[list[str], str]]] = {
     "models-page": [(["experiments/models_page.py", "docs/models.md"], "docs/models.md")],
 }
 # `make bench` is what tests/app/test_bench.py runs with --quick; the rest is what runs these tests, or tidies up.
-ELSEWHERE = {"bench", "test", "lint", "format", "help", "clean"}
+ELSEWHERE = {"bench", "test", "test-integrations", "test-torch", "lint", "format", "help", "clean"}
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 
 
@@ -49,6 +50,19 @@ def test_a_target_parses_and_names_files_that_exist(target: str) -> None:
     scripts = re.findall(r"\S+/python (\S+\.py)", done.stdout)
     assert sorted(scripts) == sorted(command[0] for command, _ in QUICK.get(target, []))
     assert all((ROOT / script).is_file() for script in scripts)
+
+
+@needs_make
+def test_another_version_of_torch_gets_an_environment_of_its_own_and_the_core_tests() -> None:
+    command = ["make", "--dry-run", "test-torch", "VERSION=2.99"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "pip install --quiet --disable-pip-version-check torch==2.99" in done.stdout
+    assert "grep -v '^torch=='" in done.stdout, "the pinned torch must not replace it"
+    last = done.stdout.strip().splitlines()[-1].split()
+    assert last[0] == ".venv-torch-2.99/bin/python"
+    named = [word for word in last if word.startswith("tests/")]
+    assert len(named) > 5
+    assert all((ROOT / name).exists() for name in named)
 
 
 ONCE = {tuple(command): written for runs in QUICK.values() for command, written in runs}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from clipless.phases import Schedule, schedule
     from clipless.plan import PrivacyPlan
     from clipless.preflight import CheckReport, check
+    from clipless.privacy import Privacy
     from clipless.private import Private, make_private
     from clipless.replacing import Replaced, replace_batchnorm
     from clipless.runs.ledger_file import read_ledger
@@ -53,6 +54,7 @@ _MODULE_OF = {
     "LedgerInUse": "clipless.errors",
     "Misuse": "clipless.errors",
     "PosteriorSampler": "clipless.langevin",
+    "Privacy": "clipless.privacy",
     "PrivacyPlan": "clipless.plan",
     "Private": "clipless.private",
     "RankFailed": "clipless.errors",
@@ -97,6 +99,7 @@ __all__ = [
     "LedgerInUse",
     "Misuse",
     "PosteriorSampler",
+    "Privacy",
     "PrivacyPlan",
     "Private",
     "RankFailed",

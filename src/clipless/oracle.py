@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless import defaults
 from clipless.clipped import ClippedSum, LossFunction
 from clipless.clipping import Clipping, as_clipping, least_norm
 from clipless.errors import InvalidArgument
 from clipless.partition import partition
+from clipless.torch_internals import pytree
 
 
 def clipped_sum(

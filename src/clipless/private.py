@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from clipless import defaults, refusals
 from clipless.clipping import Clipping
 from clipless.closures import Arguments, within_own_step
 from clipless.distributed import Alone, Idle, Ranks, facts, is_sharded, on_every_rank, ranks_of, shards_of, unwrapped
+from clipless.distributed.releasing import released_sums
 from clipless.errors import Misuse
 from clipless.foreign import names_answered
 from clipless.gradients import Engine, Kernels, ProjectionEngine
@@ -105,9 +107,8 @@ def make_private(
     if ranks.size > 1:
         ranks.refuse_differences(lambda: facts(model, optimizer, plan.to_dict(), seed, allow_overspend=allow_overspend))
         source.load_state_dict(ranks.shared(source.state_dict()))
-    ranks = ranks.apart() if is_sharded(model) else ranks
-    fetch, kernels = fetcher(data, settings), kernels or Kernels()
-    parts = (model, optimizer, plan, fetch, source, kernels)
+    ranks = ranks.apart()
+    parts = (model, optimizer, plan, fetcher(data, settings), source, kernels or Kernels())
     return on_every_rank(ranks, lambda: Private(*parts, allow_overspend, group, ranks, idle))
 
 
@@ -138,7 +139,8 @@ class Private(SavedRun):
                 model, plan.groups, self._factors, observe, kernels, checks_itself=True, shards=shards
             )
         else:
-            self._engine = ProjectionEngine(model, self._factors, observe, self._vector, plan.projections)
+            vector = lambda number, like: self._source.vector(self.steps_taken, number, like)  # noqa: E731
+            self._engine = ProjectionEngine(model, self._factors, observe, vector, plan.projections)
         share, in_step = (ranks.rank, ranks.size), shards is not None
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=share, in_step=in_step)
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
@@ -167,8 +169,8 @@ class Private(SavedRun):
     def _attach(self) -> None:
         self._engine.attach()
         self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(self._guard.attach(self._engine.parameters))
-        self._handles.append(self._idle.attach())
+        self._handles += [self._guard.attach(self._engine.parameters), self._idle.attach()]
+        self._handles += [self._shards.attach()] if self._shards else []
         _ATTACHED.update({*self._engine.modules, self._optimizer})
 
     # What the loader announces.
@@ -218,10 +220,6 @@ class Private(SavedRun):
         thresholds = self._thresholds[groups] if len(self._thresholds) > 1 else self._thresholds
         return self._phase.clipping.factors(norms, thresholds.to(norms), groups)
 
-    def _vector(self, number: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """A vector of this step's random projections."""
-        return self._source.vector(self.steps_taken, number, like)
-
     def _observe(self, norms: Tensor) -> None:
         """Add the policy's statistic of a micro-batch to that of the batch."""
         observed = self._phase.clipping.policy.observe(self._policy_state, norms)
@@ -243,7 +241,7 @@ class Private(SavedRun):
             self._guard.refuse_step(self._engine.seen, None if self._batch is None else self._batch.records)
             if not self._engine.intact():
                 raise Misuse("the model's hooks were removed: call detach() and make_private anew.")
-            if self._shards:  # which all ranks gather next
+            if self._shards and self._shards.was_whole:  # and all ranks gather it again next
                 self._ranks.same(f"step {step + 1}", "")
             self._engine.refuse_unsound()
         try:
@@ -253,23 +251,23 @@ class Private(SavedRun):
         return arguments
 
     def _release(self, step: int) -> None:
-        """Add up the ranks' sums, add noise, record the event, and only then set p.grad."""
+        """Add up the ranks' sums and statistics, add noise, record the event, and only then set p.grad."""
         if self._noise is None or self.plan.thresholds_change:
             self._noise = self.plan.event(step), self._stddevs(step)
         event, stddevs = self._noise
         if self._statistic is None and self._phase.statistic_multiplier is not None:
             device = next(iter(self._engine.parameters.values())).device  # the device of the other ranks' statistic
             self._observe(torch.zeros(len(self.plan.groups), 0, device=device))
-        sums, statistic = self._engine.complete(), self._statistic
-        if self._ranks.size > 1:
-            added_up = () if self._shards else sums.values()  # sums of shards are totals already
-            self._ranks.add_up([*added_up, *([] if statistic is None else [statistic])])
-        with self._ranks.together(f"the release of step {step + 1}"):
+        sums, where = self._engine.complete(), f"the release of step {step + 1}"
+        with self._ranks.together(where) as told:
             gradients = self._noised_gradients(step, sums, stddevs)
-            statistic = self._noised_statistic(step, statistic)
-            alone = self._journal is None and self._ranks.size == 1
-            if alone or self._is_new(step, event, gradients, statistic):
-                self.ledger.record(event)
+            statistic = None if self._statistic is None else self._noised_statistic(step, self._statistic)
+            if self._ranks.size > 1:
+                told.own = self._digests(gradients, statistic)
+        if self._ranks.size == 1 and self._journal is None:
+            self.ledger.record(event)
+        else:
+            self._record(where, event, told.by_all if self._ranks.size > 1 else [self._digests(gradients, statistic)])
         for name, parameter in self._engine.parameters.items():
             parameter.grad = gradients[name] if parameter.requires_grad else None
         clear_gradients(self._optimizer, but=self._engine.parameters.values())
@@ -285,16 +283,10 @@ class Private(SavedRun):
         return [by_group[self.plan.groups.group_of[name]] for name in self._engine.parameters]
 
     def _noised_gradients(self, step: int, sums: Mapping[str, Tensor], stddevs: list[float]) -> dict[str, Tensor]:
-        """The private gradients: (clipped sum + noise) / the plan's divisor, in fresh tensors."""
-        parameters, divisor, shards = self._engine.parameters, self.plan.divisor(self._thresholds), self._shards
-        places = shards.places() if shards else None
-        released = self._source.release("gradient", step, list(sums.values()), stddevs, divisor, places)
+        """The private gradients: (clipped sum over all ranks + noise) / the plan's divisor, in fresh tensors."""
+        parameters, values, shards = self._engine.parameters, list(sums.values()), self._shards
+        release = partial(self._source.release, "gradient", step, divisor=self.plan.divisor(self._thresholds))
+        shared = self._ranks, shards, values, stddevs, self._statistic, release
+        released = released_sums(*shared) if self._ranks.size > 1 else release(values, stddevs)
         noised = {name: part.to(p.dtype) for (name, p), part in zip(parameters.items(), released, strict=True)}
         return {name: shards.placed(name, part) for name, part in noised.items()} if shards else noised
-
-    def _noised_statistic(self, step: int, statistic: Tensor | None) -> Tensor | None:
-        """The batch's statistic with noise; None if the policy needs none."""
-        if statistic is None or self._phase.statistic_multiplier is None:
-            return None
-        (noised,) = self._source.release("statistic", step, [statistic], [self._phase.statistic_multiplier])
-        return noised

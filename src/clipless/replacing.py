@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from clipless.errors import InvalidArgument, InvalidType, UnsupportedModule
+from clipless.torch_internals import AnyBatchNorm
 
 MOST_GROUPS = 32
 FEWEST_CHANNELS = 16
@@ -56,17 +56,17 @@ def replace_batchnorm(model: nn.Module) -> Replaced:
     if not isinstance(model, nn.Module):
         raise InvalidType(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, AnyBatchNorm):
             _refuse(module, name or "(model)")
     model = copy.deepcopy(model)
-    places = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, _BatchNorm)]
+    places = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, AnyBatchNorm)]
     new = {module: _replacement(module) for _, module in places}
     for name, module in places:
         parent, _, own_name = name.rpartition(".")
         if name:
             model.get_submodule(parent).register_module(own_name, new[module])
     changes = tuple(Change(name or "(model)", _written(module), _written(new[module])) for name, module in places)
-    return Replaced(new[model] if isinstance(model, _BatchNorm) else model, changes)
+    return Replaced(new[model] if isinstance(model, AnyBatchNorm) else model, changes)
 
 
 def groups_for(channels: int) -> int:
@@ -79,7 +79,7 @@ def groups_for(channels: int) -> int:
     return max(groups for groups in range(1, most + 1) if channels % groups == 0)
 
 
-def _group_norm(module: _BatchNorm) -> nn.GroupNorm:
+def _group_norm(module: AnyBatchNorm) -> nn.GroupNorm:
     """GroupNorm with the same parameter objects as the BatchNorm, so that ties and flags are kept."""
     norm = nn.GroupNorm(groups_for(module.num_features), module.num_features, module.eps, affine=False)
     norm.affine = module.affine
@@ -101,25 +101,25 @@ class NormAct(nn.Module):
         return y
 
 
-def _activated(module: _BatchNorm) -> bool:
+def _activated(module: AnyBatchNorm) -> bool:
     """Whether it is a BatchNorm that applies an activation too, as timm has them."""
     return any(f"{kind.__module__}.{kind.__qualname__}" in ACTIVATED for kind in type(module).__mro__)
 
 
-def _replacement(module: _BatchNorm) -> nn.Module:
+def _replacement(module: AnyBatchNorm) -> nn.Module:
     norm = _group_norm(module)
     if not _activated(module):
         return norm
     return NormAct(norm, module.get_submodule("drop"), module.get_submodule("act")).train(module.training)
 
 
-def _refuse(module: _BatchNorm, name: str) -> None:
+def _refuse(module: AnyBatchNorm, name: str) -> None:
     kind = type(module)
     if _activated(module):
         return
     if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
         raise InvalidArgument(f"{kind.__name__} {name!r} has no shape yet: run the model on one example first.")
-    if kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+    if kind.forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward):
         raise UnsupportedModule(
             f"{kind.__name__} {name!r} is a BatchNorm with a forward of its own, which GroupNorm would lose. Replace it "
             "by hand with a module that does the rest of its work."

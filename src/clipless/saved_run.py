@@ -1,7 +1,6 @@
 """The state of a private run, in memory and on disk: what changes from step to step, how it is saved and resumed."""
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,20 +8,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from clipless import refusals
-from clipless.accounting import Ledger, Spent, StepEvent
-from clipless.distributed import Alone, Ranks
+from clipless.accounting import Ledger, StepEvent
+from clipless.distributed import Alone, Ranks, one_digest
 from clipless.errors import Misuse, RankFailed
 from clipless.noise import NoiseSource
-from clipless.phases import Phase
 from clipless.plan import PrivacyPlan
+from clipless.run_state import RunState
 from clipless.runs.checkpoint import checkpoint_of, random_states, read_checkpoint
 from clipless.runs.fingerprint import fingerprint
 from clipless.runs.followed import FollowedJournal
 from clipless.runs.journal import Journal
+from clipless.runs.ledger_file import LedgerFile
 from clipless.runs.shard_folder import refuse_damaged_shards, remove_old_shards
-from clipless.sampling.loader import Batch, PrivateLoader
-from clipless.thresholds.history import History
-from clipless.thresholds.policy import State
 
 if TYPE_CHECKING:
     from clipless.distributed.saving import States
@@ -35,14 +32,9 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-class SavedRun(refusals.Uncopyable):
-    """The part of a run that is saved: the ledger, the policy's state, the keys of the noise, the number of draws.
-
-    `_noise` caches the event and the standard deviations of a step until the policy's state changes; `_handles` is empty
-    before the run is attached and after it is detached.
-    """
-
-    loader: PrivateLoader
+class SavedRun(RunState):
+    """A run of a model and an optimizer, and how it is saved. `_handles` is empty before the run is attached and after it is
+    detached."""
 
     def __init__(
         self,
@@ -53,45 +45,11 @@ class SavedRun(refusals.Uncopyable):
         ranks: Alone | Ranks,
         shards: "Sharded | None",
     ) -> None:
-        self.plan = plan
-        self.ledger = Ledger()
-        self.history = History()
-        self._model, self._optimizer, self._source, self._ranks = model, optimizer, source, ranks
+        super().__init__(plan, source)
+        self._model, self._optimizer, self._ranks = model, optimizer, ranks
         self._shards = shards
-        self._batch: Batch | None = None
         self._journal: Journal | FollowedJournal | None = None
         self._handles: list[Removable] = []
-        self._policy_state: State = {}
-        self._thresholds: Tensor
-        self._noise: tuple[StepEvent, list[float]] | None
-        self._phase = plan.phases[0]
-        self._set_policy(plan.clipping.policy.init(plan.setting))
-
-    def _set_policy(self, state: State) -> None:
-        self._policy_state, self._thresholds = state, self._phase.clipping.policy.thresholds(state)
-        self._noise = None
-
-    def _go_on(self, step: int, state: State) -> None:
-        """The policy's state before that step; from its beginning where another policy set the thresholds so far."""
-        before, self._phase = self._phase, self.plan.phase(step)
-        begins = self._phase.span != before.span
-        self._set_policy(self._phase.clipping.policy.init(self._phase.setting) if begins else state)
-
-    def _note(self, phase: Phase, statistic: Tensor | None) -> None:
-        """Keep what was released after a step of a phase. Where policies change, what is not thresholds is kept under the
-        number of its phase, counted from 1."""
-        state = self._policy_state
-        if self.plan.phases[-1].span:
-            own = {f"{name} (phase {self._phase.number + 1})": value for name, value in state.items()}
-            state = {"thresholds": self._thresholds, **{k: v for k, v in own.items() if not k.startswith("thresholds")}}
-            if statistic is not None:
-                state[f"statistic (phase {phase.number + 1})"], statistic = statistic, None
-        self.history.append(state, statistic)
-
-    @property
-    def epochs(self) -> int:
-        """Passes over `loader` in the plan."""
-        return self.plan.steps // self.plan.steps_per_pass
 
     @property
     def ledger_file(self) -> dict[str, Any] | None:
@@ -100,24 +58,24 @@ class SavedRun(refusals.Uncopyable):
         it."""
         return self._journal.place() if self._journal else None
 
-    @property
-    def thresholds(self) -> Tensor:
-        """The current thresholds, one row per group, [G,1]. They are constants or released values: safe to show."""
-        return self._thresholds.clone()
+    def _digests(self, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> str:
+        """Digests of what this rank releases, and of what must be the same on all ranks even of a sharded model. At steps 1,
+        2, 4, 8 and so on the weights are among it, unless they are sharded: ranks may have changed their own."""
+        shared, step = [] if statistic is None else [statistic], self.ledger.steps + 1
+        compared = self._ranks.size > 1 and self._shards is None and step & (step - 1) == 0
+        weights = self._model.parameters() if compared else ()
+        return f"{fingerprint([*gradients.values(), *shared])} {fingerprint([self._thresholds, *weights, *shared])}"
 
-    def spent(self) -> Spent:
-        """The privacy spent so far, computed from the events in the ledger."""
-        return self.ledger.spent(self.plan.delta, self.plan.accountant)
-
-    def _is_new(self, step: int, event: StepEvent, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> bool:
-        """Refuse a release that is not the same on all ranks, and write the event to the ledger file, if there is one. False
-        for a repeated step, which must equal the one recorded there."""
-        where, shared = f"the release of step {step + 1}", [] if statistic is None else [statistic]
-        released = fingerprint([*gradients.values(), *shared])
-        if self._shards and self._ranks.size > 1:  # the digests of all shards, by rank
-            released = hashlib.sha256("".join(self._ranks.told(where, released)).encode()).hexdigest()[:32]
-        self._ranks.same(where, f"{released} {fingerprint([self._thresholds, *shared])}")
-        return self._journal is None or self._journal.record(event, released)
+    def _record(self, where: str, event: StepEvent, told: Sequence[str]) -> None:
+        """Refuse a release that is not the same on all ranks, and record the event, on disk if there is a ledger file. A
+        repeated step is there already, and must equal the one recorded."""
+        released = one_digest(where, told, sharded=self._shards is not None and len(told) > 1)
+        if self._journal is None:
+            self.ledger.record(event)
+            return
+        with self._ranks.together(where):
+            if self._journal.record(event, released):
+                self.ledger.record(event)
 
     def save_to(self, path: str | Path) -> None:
         """From now on write every event to this ledger file, which must not exist yet, before its result can be seen.
@@ -129,7 +87,7 @@ class SavedRun(refusals.Uncopyable):
             with self._ranks.together("save_to"):
                 if self._journal:
                     raise Misuse(f"the ledger is on disk already, in {self._journal.path}: a run has one ledger.")
-                made = self._created(Path(path)) if self._ranks.rank == 0 else FollowedJournal(Path(path))
+                made = self._create_journal(Path(path)) if self._ranks.rank == 0 else FollowedJournal(Path(path))
         except RankFailed:
             if isinstance(made, Journal):
                 made.close()
@@ -137,7 +95,7 @@ class SavedRun(refusals.Uncopyable):
             raise
         self._journal = made
 
-    def _created(self, path: Path) -> Journal:
+    def _create_journal(self, path: Path) -> Journal:
         plan = self.plan
         return Journal.create(path, plan.delta, plan.accountant, plan.planned(), plan.to_dict(), self.ledger)
 
@@ -198,8 +156,46 @@ class SavedRun(refusals.Uncopyable):
 
                 saved = placed_as(saved, Path(path), self._model, self._optimizer)
         saved.restore(self._model, self._optimizer, ranks.rank)
-        self.load_state_dict(saved.private)
-        with ranks.together("load_checkpoint"):
+        self._follow(saved.private, where, journal, found, reseed)
+        return saved.extra
+
+    def resumable_state(self) -> dict[str, Any]:
+        """What `resume` needs, as tensors and plain values, for a trainer that saves weights and optimizer itself:
+        `state_dict()`, the place in the ledger on disk, and the random states of all ranks. A call for every rank."""
+        with self._ranks.together("resumable_state"):
+            if self._journal is None or not self._handles:
+                raise Misuse(
+                    "a checkpoint needs its ledger on disk: call save_to(path) first, and save before detach()."
+                )
+            state, place, path = self.state_dict(), self._journal.place(), str(self._journal.path.absolute())
+        place = self._ranks.shared(place)
+        return {"private": state, "place": place, "path": path, "random": self._ranks.gathered(random_states())}
+
+    def resume(
+        self, state: Mapping[str, Any], *, ledger: str | Path | None = None, reseed: bool = False
+    ) -> dict[str, Any] | None:
+        """Resume from a `resumable_state`, in a fresh `make_private` with the same arguments, as `load_checkpoint` does;
+        the caller restores weights and optimizer. Returns this rank's random states, for `set_random_states` when the rest
+        is restored; None if there are none for it. The ledger is expected where it was, or at `ledger`."""
+        ranks, journal, found = self._ranks, None, None
+        with ranks.together("resume"):
+            refusals.refuse_begun(self._batch, self.ledger.steps, self._journal)
+            refusals.refuse_other_plan(state["private"], self.plan.to_dict())
+            where = Path(state["path"] if ledger is None else ledger)
+        ranks.same("resume", f"{state['place']['position']} {state['place']['head']}")
+        with ranks.together("resume"):
+            if ranks.rank == 0:
+                journal, found = Journal.resume(where, **state["place"])
+        self._follow(state["private"], where, journal, found, reseed)
+        return state["random"][ranks.rank] if ranks.rank < len(state["random"]) else None
+
+    def _follow(
+        self, state: dict[str, Any], where: Path, journal: Journal | None, found: LedgerFile | None, reseed: bool
+    ) -> None:
+        """Go on from a saved state by the ledger on disk, which only the first rank has read."""
+        ranks = self._ranks
+        self.load_state_dict(state)
+        with ranks.together("resuming"):
             if reseed and journal and found:
                 journal.give_up_pending(found)
         pending = ranks.shared(journal.pending if journal else 0)
@@ -210,21 +206,12 @@ class SavedRun(refusals.Uncopyable):
         if reseed:
             self._source.renew(self.ledger.steps - self._journal.pending, self.loader.draws)
             self._source.load_state_dict(ranks.shared(self._source.state_dict()))
-        return saved.extra
 
     def state_dict(self) -> dict[str, Any]:
         """The state to resume the run from. It holds the key of all later noise: keep it as secret as the data."""
         if self._batch is not None:
             raise Misuse("state_dict() in the middle of a batch: save after optimizer.step().")
-        return {
-            "plan": self.plan.to_dict(),
-            "ledger": self.ledger.to_dict(),
-            "phase": self._phase.number,
-            "policy": {name: value.clone() for name, value in self._policy_state.items()},
-            "history": self.history.state_dict(),
-            "draws": self.loader.draws,
-            "noise": self._source.state_dict(),
-        }
+        return self._state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state; the caller restores weights and optimizer. The plan must be the same.
@@ -233,10 +220,4 @@ class SavedRun(refusals.Uncopyable):
         prevents that by the ledger on disk.
         """
         refusals.refuse_begun(self._batch, self.ledger.steps, self._journal)
-        refusals.refuse_other_plan(state, self.plan.to_dict())
-        self._source.load_state_dict(state["noise"])
-        self.ledger = Ledger.from_dict(state["ledger"])
-        self._phase = self.plan.phases[state.get("phase", 0)]
-        self._set_policy({name: value.clone() for name, value in state["policy"].items()})
-        self.history = History.from_state_dict(state["history"])
-        self.loader.draws = state["draws"]
+        self._take_state(state)

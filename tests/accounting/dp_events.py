@@ -3,7 +3,7 @@
 import dp_accounting
 
 from clipless.accounting import StepEvent
-from clipless.accounting.selection.papernot_steinke import sampled_gaussian
+from clipless.accounting.selection.repeat_and_select import sampled_gaussian
 
 
 def dp_event(step: StepEvent) -> dp_accounting.DpEvent:

@@ -62,8 +62,8 @@ def kept(rows):
 @pytest.mark.parametrize("name", list(ACCOUNTANTS))
 def test_some_of_the_sweep(name):
     """`make sweep` tries all, and measures seconds and megabytes."""
-    rows = sweep.constant(name, every=17)
-    assert len(rows) > 50
+    rows = sweep.constant(name, every=45)
+    assert len(rows) == 20
     assert not kept(rows)
     assert any(found == "floor" for _, found, _ in rows) == (name == "pld")
 
@@ -71,8 +71,8 @@ def test_some_of_the_sweep(name):
 @pytest.mark.parametrize("name", list(ACCOUNTANTS))
 def test_some_plans_of_every_policy(name):
     """What the steps write into the ledger, the statistic's cost inside, spends the target and not more."""
-    rows = sweep.planned(name, every=11)
-    assert len(rows) == 5 * len(sweep.policies())
+    rows = sweep.planned(name, every=25)
+    assert len(rows) == 3 * len(sweep.policies())
     assert not kept(rows)
 
 
@@ -81,7 +81,7 @@ def logarithmic(low, high):
 
 
 @pytest.mark.parametrize("name", list(ACCOUNTANTS))
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(logarithmic(0.01, 200), logarithmic(1e-12, 1e-2), logarithmic(1e-6, 1), logarithmic(1, 1e6).map(round))
 def test_anywhere_calibration_is_safe_and_close(name, target, delta, rate, steps):
     z = noise_multiplier(target, delta, rate, steps, name)

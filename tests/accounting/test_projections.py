@@ -33,7 +33,7 @@ def test_epsilon_falls_with_the_projections_towards_the_exact_one_and_stays_abov
     assert found[-1] < 1.02 * exact
 
 
-@pytest.mark.parametrize("r", [1, 5, 20, 100])
+@pytest.mark.parametrize("r", [5, 100])
 def test_calibration_is_on_the_safe_side(r: int) -> None:
     z = clipless.noise_multiplier(3.0, 1e-5, 0.05, 300, projections=r)
     assert 2.9 < clipless.epsilon(z, 0.05, 300, 1e-5, projections=r) <= 3.0

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from clipless.app.auditing import Audit, AuditSettings, audit
 from clipless.app.cli import app
+from clipless.app.cli.audit import note_on
 from clipless.app.data import load
 from clipless.app.training import TrainingSettings
 from clipless.errors import InvalidArgument
@@ -31,6 +33,7 @@ def test_json_has_the_claim_the_bound_and_the_confidence() -> None:
     assert 1.5 < record["lower_bound"] <= record["claimed_epsilon"]
     assert record["exceeded"] is False
     assert record["findings"] == []
+    assert record["note"] is None
     assert {row["game"] for row in record["games"]} == {"step", "one-run"}
     assert record["arguments"]["model"] == "linear"
     assert record["audit"]["canaries"] == 200
@@ -48,8 +51,8 @@ def test_table_says_what_the_audit_costs(tmp_path: Path) -> None:
 def test_every_game_finds_missing_noise_and_exits_1(games: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = NoiseSource.release
 
-    def broken(self: NoiseSource, stream: str, step: int, values: Any, stddevs: list[float], *further: Any) -> Any:
-        return original(self, stream, step, values, [stddev / 20 for stddev in stddevs], *further)
+    def broken(self: NoiseSource, stream: str, step: int, values: Any, stddevs: list[float], **further: Any) -> Any:
+        return original(self, stream, step, values, [stddev / 20 for stddev in stddevs], **further)
 
     monkeypatch.setattr(NoiseSource, "release", broken)
     record = json.loads(run("--json", "--games", games, "--trainings", "8", code=1).stdout)
@@ -61,8 +64,8 @@ def test_every_game_finds_missing_noise_and_exits_1(games: str, monkeypatch: pyt
 def test_wrong_noise_that_breaks_no_promise_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     original = NoiseSource.release
 
-    def broken(self: NoiseSource, stream: str, step: int, values: Any, stddevs: list[float], *further: Any) -> Any:
-        return original(self, stream, step, values, [stddev * 2 for stddev in stddevs], *further)
+    def broken(self: NoiseSource, stream: str, step: int, values: Any, stddevs: list[float], **further: Any) -> Any:
+        return original(self, stream, step, values, [stddev * 2 for stddev in stddevs], **further)
 
     monkeypatch.setattr(NoiseSource, "release", broken)
     record = json.loads(run("--json", "--games", "step", code=1).stdout)
@@ -101,6 +104,15 @@ def test_what_cannot_be_meant_is_refused(arguments: list[str], message: str) -> 
 def found(**options: Any) -> Audit:
     settings = TrainingSettings(model="linear", epochs=1, seed=1, **options)
     return audit(load("digits"), settings, AuditSettings(releases=640, canaries=100))
+
+
+@pytest.mark.parametrize(("accountant", "named"), [("gdp", True), ("pld", False)])
+def test_a_refuted_claim_of_an_approximation_names_the_accountant(accountant: str, named: bool) -> None:
+    settings = TrainingSettings(model="linear", epochs=1, seed=1, accountant=accountant)
+    sound = audit(load("digits"), settings, AuditSettings(("step",), releases=640))
+    assert note_on(replace(sound, claimed_epsilon=2 * sound.lower_bound)) is None
+    note = note_on(replace(sound, claimed_epsilon=0.5 * sound.lower_bound))
+    assert (note is not None and "--accountant pld" in note) == named
 
 
 def test_few_canaries_prove_nothing_and_break_nothing() -> None:

@@ -208,7 +208,7 @@ def test_page_and_readme_are_made_of_what_is_stored(
     [
         ('model = "linear"', ""),
         ("[grid]", "[grid]\ntemperature = [1]"),
-        ("epochs = 1", 'epochs = 1\nclipping = "autos"'),
+        ('clipping = "dc-e"', 'clipping = "dc-f"'),
         ("[[rows]]", "[[rowz]]"),
         ('clipping = "dc-e"', '"clipping.percentile" = 0.5, clipping = "dc-e"'),
     ],
@@ -262,7 +262,7 @@ def test_an_interrupted_run_of_a_long_experiment_goes_on(
     cell = replace(small.cells()[0], settings=replace(small.cells()[0].settings, epochs=3))
     steps: list[int] = []
     digits = load("digits")
-    place = Saving(tmp_path / running.UNFINISHED / cell.stem, resume=True)
+    place = Saving(running.unfinished(tmp_path, cell), resume=True)
     with pytest.raises(Interrupted):
         train(digits, cell.settings, lambda at: steps.append(at.step), place, stop=lambda: len(steps) >= 7, group=False)
     monkeypatch.setattr(
@@ -274,3 +274,17 @@ def test_an_interrupted_run_of_a_long_experiment_goes_on(
     assert steps.count(2) == 1
     assert max(steps) == record["steps"] == 15
     assert record["score"] == train(digits, cell.settings, group=False).score
+
+
+def test_what_is_stored_is_shown_without_training(
+    small: Configuration, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clipless.app.reproduce.configuration.configurations", lambda: {"small": small})
+    monkeypatch.setattr(running, "train", lambda *_, **__: pytest.fail("trained"))
+    first = (folder / running.RUNS / f"{small.cells()[0].stem}.json").read_text()
+    (tmp_path / running.RUNS).mkdir()
+    (tmp_path / running.RUNS / f"{small.cells()[0].stem}.json").write_text(first)
+    asked = ["reproduce", "small", "--stored", "--out", str(tmp_path), "--store", str(tmp_path / "kept"), "--json"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "kept" / "small.json").read_text())["missing_runs"] == 7

@@ -124,7 +124,7 @@ SETS: dict[str, tuple[Callable[[Path], None], str, int, int, tuple[int, ...], in
     "housing": (write_housing, "", 18_576, 2_064, (8,), 1, "numbers"),
     "adult": (write_adult, "adult", 32_561, 16_281, (37,), 2, "classes"),
     "adult-labels": (write_adult, "adult", 32_561, 16_281, (31,), 6, "labels"),
-    "names": (write_names, "names", 502, 125, (20,), 18, "classes"),
+    "names": (write_names, "names", 454, 113, (20,), 18, "classes"),
     "sst2": (write_sst2, "SST-2", 2, 2, (48,), 2, "classes"),
     "qnli": (write_qnli, "qnli", 2, 2, (48,), 2, "classes"),
     "snli": (write_snli, "snli_1.0", 3, 3, (48,), 3, "classes"),

@@ -35,7 +35,7 @@ from clipless.app.tuning import (
     tune,
 )
 from clipless.app.tuning.execution import best, outcomes
-from clipless.app.tuning.release import _drawn
+from clipless.app.tuning.release import _draw_tasks
 from clipless.app.tuning.worker import Outcome, Task, run
 from clipless.clipping import CLIPPINGS
 from clipless.errors import CliplessError, InvalidArgument, InvalidType, Misuse
@@ -158,7 +158,7 @@ def test_the_candidate_that_learns_is_chosen() -> None:
 def test_chosen_among_those_drawn(method: str) -> None:
     """The released run is the best of all runs that the seed draws, and only a grid tells of the others."""
     search = planned(method, lr=[1e-9, 0.01, 0.5])
-    runs = list(outcomes(_drawn(search, 5, DATA), InProcess(), lambda steps: None))
+    runs = list(outcomes(_draw_tasks(search, 5, DATA), InProcess(), lambda steps: None))
     tuned = tune(search, seed=5)
     assert tuned.result.score == max(one.score for one in runs)
     assert tuned.chosen == best(iter(runs)).candidate
@@ -168,7 +168,7 @@ def test_chosen_among_those_drawn(method: str) -> None:
 
 def test_draws_come_from_the_operating_system_unless_seeded() -> None:
     search = planned("liu-talwar")
-    again = [[(t.candidate, t.settings.seed) for t in _drawn(search, seed, DATA)] for seed in (1, 1, None, None)]
+    again = [[(t.candidate, t.settings.seed) for t in _draw_tasks(search, seed, DATA)] for seed in (1, 1, None, None)]
     assert again[0] == again[1]
     assert again[2] != again[3]
     seeds = [seed for _, seed in again[0]]
@@ -244,7 +244,7 @@ def test_a_run_that_raises_is_an_outcome_without_its_message(capfd: pytest.Captu
 @pytest.mark.usefixtures("breaking")
 def test_a_killed_worker_changes_nothing_but_the_time() -> None:
     search = planned("liu-talwar", model=["breaking:dies_once"], lr=[0.01, 0.5])
-    seed = next(seed for seed in range(100) if len(_drawn(search, seed, DATA)) == 3)
+    seed = next(seed for seed in range(100) if len(_draw_tasks(search, seed, DATA)) == 3)
     undisturbed = tune(search, seed=seed)
     disturbed = tune(search, Processes(2), seed=seed)
     assert Path(os.environ["FLAG"]).exists()
@@ -289,8 +289,8 @@ def test_workers_with_other_data_are_refused() -> None:
 @pytest.mark.parametrize("method", HIDING)
 def test_no_seed_and_no_loser_in_the_files(method: str, tmp_path: Path) -> None:
     search = planned(method, lr=[1e-9, 0.003, 0.5])
-    seed = next(seed for seed in range(1000, 2000) if len(_drawn(search, seed, DATA)) == 11)
-    tasks = _drawn(search, seed, DATA)
+    seed = next(seed for seed in range(1000, 2000) if len(_draw_tasks(search, seed, DATA)) == 11)
+    tasks = _draw_tasks(search, seed, DATA)
     losers = {one.score for one in outcomes(tasks, InProcess(), lambda steps: None)}
     tuned = tune(search, seed=seed, out=tmp_path)
     written = b"".join(path.read_bytes() for path in tmp_path.iterdir()).decode(errors="replace")
@@ -316,7 +316,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 def test_secure_noise_gets_no_seed() -> None:
     search = planned("grid", replace(SHARED, noise="secure"))
-    assert [task.settings.seed for task in _drawn(search, None, DATA)] == [None, None]
+    assert [task.settings.seed for task in _draw_tasks(search, None, DATA)] == [None, None]
     assert tune(search).result.settings.noise == "secure"
     with pytest.raises(InvalidArgument, match="takes no seed"):
         tune(search, seed=1)
@@ -324,7 +324,7 @@ def test_secure_noise_gets_no_seed() -> None:
 
 def test_no_runs_drawn_is_no_model_and_still_counted(tmp_path: Path) -> None:
     search = planned(PapernotSteinke(2, mean=1.0, shape=math.inf))
-    seed = next(seed for seed in range(100) if not _drawn(search, seed, DATA))
+    seed = next(seed for seed in range(100) if not _draw_tasks(search, seed, DATA))
     with pytest.raises(NothingToRelease, match="drawn is 0"):
         tune(search, seed=seed, out=tmp_path)
     assert read_ledger(tmp_path / "ledger.jsonl").spent().epsilon == search.price.spent

@@ -13,7 +13,7 @@ import torch
 from clipless.app.data import load
 from clipless.app.training import TrainingSettings
 from clipless.app.tuning import DaskCluster, Grid, plan_search, tune
-from clipless.app.tuning.release import _drawn
+from clipless.app.tuning.release import _draw_tasks
 from clipless.errors import InvalidArgument
 
 MODELS = """
@@ -79,7 +79,7 @@ def test_a_worker_killed_during_the_work_changes_nothing_but_the_time(
     shared = TrainingSettings(model="fragile:dies_while_training", epochs=1, batch_size=256)
     candidates = Grid({"lr": [0.01, 0.5]}).candidates(shared)
     search = plan_search(load("digits"), candidates, epsilon=8.0, method="papernot-steinke")
-    seed = next(seed for seed in range(100) if len(_drawn(search, seed, "digits")) == 4)
+    seed = next(seed for seed in range(100) if len(_draw_tasks(search, seed, "digits")) == 4)
     undisturbed = tune(search, seed=seed)
     assert not (folder / "killed").exists()
     disturbed = tune(search, DaskCluster(cluster), source="digits", seed=seed, out=tmp_path / "out")

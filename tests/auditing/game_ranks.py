@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from test_step_game import COMBINATIONS, SURE, seeded
+from test_step_game import COMBINATIONS, GAMES, SURE, seeded
 
 from clipless.auditing import StepGame, judge_step, play
-from clipless.clipping import RULES
 from clipless.distributed import Ranks
-from clipless.noise import NOISE_SOURCES
+from clipless.distributed.ranks import Arrived
 
-# Every rule and policy with the default noise, every rule with the other sources.
-GAMES = [(name, noise) for noise in NOISE_SOURCES for name in (COMBINATIONS if noise == "secure" else RULES)]
 ADD_UP = Ranks.add_up
 
 
@@ -36,10 +33,10 @@ def judged(name: str, noise: str) -> dict[str, Any]:
     }
 
 
-def add_up_twice(self: Ranks, tensors: list[torch.Tensor]) -> None:
+def add_up_twice(self: Ranks, tensors: list[torch.Tensor], *arrived: Arrived) -> None:
     for tensor in tensors:
         tensor.mul_(2)
-    ADD_UP(self, tensors)
+    ADD_UP(self, tensors, *arrived)
 
 
 def main(folder: Path) -> None:

@@ -63,11 +63,14 @@ def test_crafted_canaries_bound_every_clipping(clipping: str) -> None:
     seen = audited(clipping=clipping)
     family = SampledGaussian(seen.plan.sample_rate, seen.plan.steps)
     verdict = judge_canaries(
-        seen.white_box, seen.coins, seen.epsilon, 1e-5, independent=(family, seen.plan.noise_multiplier)
+        seen.white_box, seen.coins, seen.epsilon, 1e-5, 0.99, (family, seen.plan.noise_multiplier), seen.trace
     )
     assert not verdict.exceeded
     assert verdict.independent is not None
-    assert verdict.independent > 0.4 * verdict.claimed_epsilon
+    assert verdict.gauss is not None
+    assert verdict.independent > 0.35 * verdict.claimed_epsilon
+    assert verdict.gauss > 0.6 * verdict.claimed_epsilon
+    assert verdict.lower_bound == max(verdict.gauss, verdict.independent)
     assert verdict.steinke > 0
     assert seen.black_box is None
 
@@ -124,3 +127,11 @@ def test_what_cannot_be_audited_is_refused() -> None:
         audited(clipping=clipless.auto_s(groups="per-layer"))
     with pytest.raises(clipless.InvalidArgument, match="inputs and classes"):
         one_run(nn.Linear(1, 2), _sgd, TensorDataset(torch.zeros(3, 1)), Canaries(4), privacy={})
+    numbers, classes = torch.zeros(3, 1), torch.zeros(3, dtype=torch.long)
+    for inputs, targets, message in (
+        (numbers[:0], classes[:0], "no records"),
+        (numbers.long(), classes, "floating-point inputs"),
+        (numbers, numbers, "class number"),
+    ):
+        with pytest.raises(clipless.InvalidArgument, match=message):
+            one_run(nn.Linear(1, 2), _sgd, TensorDataset(inputs, targets), Canaries(4), privacy={})

@@ -12,6 +12,7 @@ import scenarios
 import sharded_scenarios
 import torch
 import torch.distributed as dist
+import world_scenarios
 
 
 def main(name: str, folder: Path, timeout: float) -> None:
@@ -24,7 +25,7 @@ def main(name: str, folder: Path, timeout: float) -> None:
         world_size=size,
         timeout=timedelta(seconds=timeout),
     )
-    scenario: Callable[[Path], Any] = (vars(scenarios) | vars(sharded_scenarios))[name]
+    scenario: Callable[[Path], Any] = (vars(scenarios) | vars(sharded_scenarios) | vars(world_scenarios))[name]
     torch.save(scenario(folder), folder / f"{rank}.pt")
     os._exit(0)  # a group that has lost a rank cannot be left in good order
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -58,7 +59,7 @@ def everything(folder: Path) -> dict[Any, Any]:
     said["hanging"] = hanging()
     torch.save(said, folder / f"{dist.get_rank()}.pt")
     pair, dying = dist.get_rank() // 2, dist.get_rank() % 2 == 1
-    return said | {"killed": killed(folder, pairs[pair], dying, ("same", "add_up")[pair])}
+    return said | {"killed": killed(folder, pairs[pair], dying, ("recording", "add_up")[pair])}
 
 
 def one_world(group: Any, folder: Path) -> dict[str, Any]:
@@ -177,6 +178,13 @@ def failures(rank: int, group: Any) -> dict[str, Any]:
         vars(private)["_thresholds"] = private.thresholds * 2
     said["diverged"] = refused(optimizer.step)
     said["steps"] = private.ledger.steps
+    vars(private)["_thresholds"] = private.thresholds / (1 + rank)
+    training = steps(model, optimizer, private)
+    next(training)
+    with torch.no_grad():
+        next(model.parameters()).add_(rank)
+    said["other weights"] = refused(lambda: next(training))
+    said["steps at last"] = private.ledger.steps
     private.detach()
     return said
 
@@ -223,21 +231,24 @@ def killed(folder: Path, group: Any, dying: bool, where: str) -> dict[str, Any]:
     training = steps(model, optimizer, private)
     next(training)
     before = [p.detach().clone() for p in model.parameters()]
-    if dying:
-        wait = vars(type(private._ranks))[where]
 
-        def die(*args: Any) -> None:
-            if where == "same":
-                wait(private._ranks, *args)
+    def read() -> int:
+        return clipless.read_ledger(folder / f"{where}.jsonl", torn=True).recorded().steps
+
+    if dying:
+
+        def die(*_: Any) -> None:
+            while where == "recording" and read() < 2:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        vars(private._ranks)[where] = die
+        vars(private if where == "recording" else private._ranks)[{"recording": "_record"}.get(where, where)] = die
     return {
         "refused": refused(lambda: next(training)),
         "unchanged": all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)),
         "again": refused(lambda: private.save_checkpoint(folder / "checkpoint.pt")),
         "steps": private.ledger.steps,
-        "recorded": clipless.read_ledger(folder / f"{where}.jsonl").recorded().steps,
+        "recorded": read(),
     }
 
 
@@ -255,7 +266,7 @@ def begin_dropout(group: Any = None, rank: int | None = None) -> tuple[nn.Module
 def resumed(folder: Path) -> dict[str, Any]:
     """Two ranks go on with runs that were interrupted: of two ranks, with a step to repeat, and of one process."""
     rank, said = dist.get_rank(), dict[str, Any]()
-    for name in ("same", "add_up"):
+    for name in ("recording", "add_up"):
         model, optimizer, private = begin_dropout()
         torch.manual_seed(5)
         extra = private.load_checkpoint(folder / f"{name}.pt")
@@ -269,7 +280,7 @@ def resumed(folder: Path) -> dict[str, Any]:
     said["of one process"] = [private.steps_taken, len(list(steps(model, optimizer, private)))]
     private.detach()
     model, optimizer, private = begin_dropout()
-    said["other file"] = refused(lambda: private.load_checkpoint(folder / ("alone.pt" if rank else "same.pt")))
+    said["other file"] = refused(lambda: private.load_checkpoint(folder / ("alone.pt" if rank else "recording.pt")))
     said["missing on one"] = refused(lambda: private.load_checkpoint(folder / ("none.pt" if rank else "alone.pt")))
     said["nothing changed"] = private.ledger.steps
     private.load_checkpoint(folder / "third.pt", reseed=True)

@@ -98,11 +98,14 @@ def trained(model: nn.Module, scalar: bool = False, **changes: Any) -> list[list
 
 
 def everything_sharded(folder: Path) -> dict[Any, Any]:
-    """All that ranks of a sharded run can do together, in every world that this one is in; in the end one is killed."""
+    """All that ranks of a sharded run can do together, in every world that this one is in; two are killed."""
     said: dict[Any, Any] = {}
-    groups = {size: dist.new_group(members, timeout=timedelta(seconds=20)) for size, members in WORLDS.items()}
-    dying = dist.new_group(WORLDS[2], timeout=timedelta(seconds=20))
+    groups = {size: dist.new_group(members, timeout=timedelta(seconds=60)) for size, members in WORLDS.items()}
+    dying, gathering = (dist.new_group(members, timeout=timedelta(seconds=60)) for members in (WORLDS[2], [0, 1]))
     for size, members in WORLDS.items():
+        if size == 2 and dist.get_rank() in (0, 1):
+            torch.save(said, folder / f"{dist.get_rank()}.pt")
+            said |= {"killed gathering": killed(folder, gathering, "forward")}
         if dist.get_rank() in members:
             group = groups[size]
             cases = CASES if size == 2 else CASES[size :: len(WORLDS) + 2]
@@ -115,7 +118,7 @@ def everything_sharded(folder: Path) -> dict[Any, Any]:
         if dist.get_rank() in members and size == 2:
             said |= one_world(groups[size], folder)
     torch.save(said, folder / f"{dist.get_rank()}.pt")
-    return said | ({"killed": killed(folder, dying)} if dist.get_rank() in WORLDS[2] else {})
+    return said | {"killed": killed(folder, dying, "scatter")}
 
 
 def few(group: Any = None) -> dict[str, Any]:
@@ -309,18 +312,24 @@ def again(group: Any) -> dict[str, Any]:
     return {"failed": failed, "not ready": not_ready, "gradients": found, "steps": steps_taken}
 
 
-def killed(folder: Path, group: Any) -> dict[str, Any]:
-    """A rank is killed inside the reduction of the second step. The other one must neither hang nor go on."""
+def killed(folder: Path, group: Any, where: str) -> dict[str, Any]:
+    """A rank is killed in the second step: inside the reduction, or while the other one waits for it to gather a block. That
+    one must neither hang nor go on."""
     model, optimizer, private = begin(sharded(network(), group), steps=4, group=group)
-    private.save_to(folder / "killed.jsonl")
+    private.save_to(folder / f"{where}.jsonl")
     training = steps(model, optimizer, private)
     next(training)
     if dist.get_rank(group) == 1:
-        vars(private._ranks)["scatter"] = lambda flat: os.kill(os.getpid(), signal.SIGKILL)
+        die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        if where == "scatter":
+            vars(private._ranks)[where] = die
+        else:
+            model[1].register_forward_pre_hook(die)  # type: ignore[index]
     return {
         "refused": refused(lambda: next(training)),
+        "again": refused(lambda: private.save_checkpoint(folder / "never.pt")),
         "steps": private.ledger.steps,
-        "recorded": clipless.read_ledger(folder / "killed.jsonl").recorded().steps,
+        "recorded": clipless.read_ledger(folder / f"{where}.jsonl").recorded().steps,
     }
 
 

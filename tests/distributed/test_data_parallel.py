@@ -184,6 +184,8 @@ def test_ranks_that_would_step_differently_are_stopped(said: Any) -> None:
     for rank in said[2]:
         assert "the ranks do not have the same at the release of step 3" in rank["failures"]["diverged"]
         assert rank["failures"]["steps"] == 2
+        assert "the ranks do not have the same at the release of step 4" in rank["failures"]["other weights"]
+        assert rank["failures"]["steps at last"] == 3
 
 
 def test_a_ledger_that_cannot_be_written_stops_all_ranks(said: Any) -> None:
@@ -236,10 +238,10 @@ def resumed(folder: Path, ranks: Any) -> list[dict[str, Any]]:
     return world("resumed", 2, folder)
 
 
-@pytest.mark.parametrize("name", ["same", "add_up"])
+@pytest.mark.parametrize("name", ["recording", "add_up"])
 def test_a_run_that_lost_a_rank_goes_on(resumed: Any, folder: Path, name: str) -> None:
     """From its first checkpoint: recorded steps are repeated at no cost, and each must be what was recorded."""
-    done = 2 if name == "same" else 1
+    done = 2 if name == "recording" else 1
     for rank in resumed:
         assert rank[name]["extra"] == "begun"
         assert rank[name]["counts"] == [0, done]

@@ -196,10 +196,14 @@ def test_parts_that_were_left_out_are_named(pair: Any) -> None:
 
 
 def test_a_rank_that_is_killed_stops_the_others(ranks: Any) -> None:
+    """Inside our reduction, and inside FSDP2's own gathering."""
     assert "killed" not in ranks[2]
-    left = ranks[0]["killed"]
-    assert left["refused"].startswith("RankFailed: the other ranks could not be reached at the sum over the ranks")
-    assert left["steps"] == left["recorded"] == 1
+    assert "killed gathering" not in ranks[1]
+    for case, where in (("killed", "the sum over the ranks"), ("killed gathering", "a block of the model")):
+        left = ranks[0][case]
+        assert left["refused"].startswith(f"RankFailed: the other ranks could not be reached at {where}"), left
+        assert "the other ranks were lost" in left["again"]
+        assert left["steps"] == left["recorded"] == 1
 
 
 # Checkpoints.

@@ -34,6 +34,7 @@ SMALL = PROBLEMS | {
         PROBLEMS["lora"], batch=4, build=lambda: lora_encoder(depth=1, words=500), inputs=words_of(128, 500)
     ),
 }
+FEW_IMAGES = replace(PROBLEMS["cnn"], batch=8)
 WEIGHT_GRADIENT = torch.ops.aten.convolution_backward.default
 FLAT, PER_LAYER = clipless.auto_s(), clipless.auto_s(groups="per-layer")
 
@@ -221,7 +222,7 @@ def test_memory_of_sums_without_noise_is_never_handed_out(monkeypatch: pytest.Mo
         return release(source, stream, step, values, *rest, **more)
 
     monkeypatch.setattr(NoiseSource, "release", spied)
-    one = steps(SMALL["cnn"], FLAT)
+    one = steps(FEW_IMAGES, FLAT)
     for _ in range(4):
         parameters = next(one)._engine.parameters
         assert sums.isdisjoint(p.grad.untyped_storage().data_ptr() for p in parameters.values())
@@ -230,7 +231,7 @@ def test_memory_of_sums_without_noise_is_never_handed_out(monkeypatch: pytest.Mo
 
 def test_nothing_without_noise_is_ever_seen_through_an_earlier_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in its storage, not through a weak reference to it, at no moment of the next steps."""
-    one = steps(SMALL["cnn"], FLAT)
+    one = steps(FEW_IMAGES, FLAT)
     weight = next(iter(next(one)._engine.parameters.values()))
     storage, weak, released = weight.grad.untyped_storage(), weakref.ref(weight.grad), weight.grad.clone()
     seen: list[Tensor] = []
@@ -260,7 +261,7 @@ HOLDERS = [lambda grad: grad, lambda grad: grad[0], Tensor.detach, Tensor.numpy,
 
 @pytest.mark.parametrize("hold", HOLDERS)
 def test_a_gradient_that_somebody_holds_never_changes(hold: Callable[[Tensor], Any]) -> None:
-    one = steps(SMALL["cnn"], FLAT)
+    one = steps(FEW_IMAGES, FLAT)
     private = next(one)
     weight = next(iter(private._engine.parameters.values()))
     held = hold(weight.grad)

@@ -208,14 +208,10 @@ def test_agrees_with_the_oracle(name: str) -> None:
     model = architecture.make().train()
     for records in (1, 3, LENGTH):
         batch = architecture.inputs(records), torch.arange(records) % 3
-        for clipping in (clipless.auto_s, clipless.abadi, clipless.global_):
-            for groups in ("flat", "per-layer"):
-                how = clipping(groups=groups)
-                fast, slow = (
-                    which.clipped_sum(model, losses(architecture), batch, how) for which in (clipless, oracle)
-                )
-                torch.testing.assert_close(fast.norms, slow.norms, rtol=1e-3, atol=1e-5)
-                assert relative_error(fast, slow) <= 1e-3
+        for how in (clipless.auto_s(), clipless.abadi(groups="per-layer")):
+            fast, slow = (which.clipped_sum(model, losses(architecture), batch, how) for which in (clipless, oracle))
+            torch.testing.assert_close(fast.norms, slow.norms, rtol=1e-3, atol=1e-5)
+            assert relative_error(fast, slow) <= 1e-3
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "char-lstm"])
@@ -234,13 +230,11 @@ def test_agrees_with_the_oracle_under_bfloat16_autocast(name: str) -> None:
             return plain_losses(module, batch).float()
 
     batch = architecture.inputs(4), torch.arange(4) % 3
-    for groups in ("flat", "per-layer"):
-        for clipping in (clipless.auto_s, clipless.abadi, clipless.global_):
-            how = clipping(groups=groups)
-            fast, slow = (which.clipped_sum(model, under_autocast, batch, how) for which in (clipless, oracle))
-            one, other = (torch.cat([grad.flatten() for grad in found.grads.values()]) for found in (fast, slow))
-            assert one.dtype == torch.float32
-            assert float((one - other).norm()) <= 2e-2 * float(other.norm()) + 1e-9
+    for how in (clipless.auto_s(), clipless.abadi(groups="per-layer")):
+        fast, slow = (which.clipped_sum(model, under_autocast, batch, how) for which in (clipless, oracle))
+        one, other = (torch.cat([grad.flatten() for grad in found.grads.values()]) for found in (fast, slow))
+        assert one.dtype == torch.float32
+        assert float((one - other).norm()) <= 2e-2 * float(other.norm()) + 1e-9
 
 
 @pytest.mark.parametrize("per_record", MODES.values(), ids=MODES)
@@ -256,8 +250,16 @@ def test_a_run_finds_no_fault_with_it(name: str, per_record: bool) -> None:
             assert self_checked(model, losses(architecture), batch, records, per_record)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("lengths", [(8, 8, 8, 8, 8), (8, 8, 8, 8, 3), (8, 8, 3, 8, 8), (3, 4, 5, 8, 2)])
+@pytest.mark.parametrize(
+    ("lengths", "checkpointed"),
+    [
+        ((8, 8, 8, 8, 8), False),
+        ((8, 8, 8, 8, 3), False),
+        ((8, 8, 3, 8, 8), False),
+        ((8, 8, 8, 8, 8), True),
+        ((3, 4, 5, 8, 2), True),
+    ],
+)
 def test_t5_agrees_with_the_oracle_for_any_padding_and_under_checkpointing(
     lengths: tuple[int, ...], checkpointed: bool
 ) -> None:

@@ -27,7 +27,13 @@ SPREAD = (
         "SwinForImageClassification",
     ),
     *("Swinv2ForImageClassification", "ViTForImageClassification", "BeitForImageClassification"),
-    *("Wav2Vec2ForCTC", "WavLMForSequenceClassification", "SegformerForImageClassification"),
+    *(
+        "DebertaV2ForSequenceClassification",
+        "SEWDForCTC",
+        "Wav2Vec2ForCTC",
+        "WavLMForSequenceClassification",
+        "SegformerForImageClassification",
+    ),
 )
 CASES = {case.name: case for case in zoo.transformers_cases() if case.name in SPREAD}
 

@@ -233,7 +233,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "search-without-surcharge",
-        "accounting/selection/papernot_steinke.py",
+        "accounting/selection/repeat_and_select.py",
         "ROUNDING * steps + surcharge)",
         "ROUNDING * steps)",
         (f"{SELECTION}::test_different_runs_cost_at_least_the_worst_at_every_order", SELECTION),

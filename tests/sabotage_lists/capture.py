@@ -3,7 +3,7 @@
 from sabotage_lists.one import Sabotage
 
 WATCH, RECEIVER, RECORDER = (f"gradients/capture/{name}.py" for name in ("watch", "receiver", "recorder"))
-CROSSING, ENGINE = "gradients/capture/crossing.py", "gradients/engine.py"
+ENGINE = "gradients/engine.py"
 PROMISES, MISUSE, TRACED = "tests/test_promises.py", "tests/test_misuse.py", "tests/gradients/capture/test_traced.py"
 LAYOUTS = "tests/gradients/capture/test_row_layouts.py"
 EXACT = "tests/gradients/test_engine.py::test_engine_agrees_with_oracle"
@@ -130,7 +130,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "traced-sum-over-the-records",
-        CROSSING,
+        "gradients/capture/known_operations.py",
         "    return grads.sum(wide, keepdim=True) if wide else grads",
         "    return grads.mean(wide, keepdim=True) if wide else grads",
         (f"{TRACED}::test_the_gradient_of_what_was_broadcast_is_summed_record_by_record",),
@@ -194,7 +194,7 @@ SABOTAGES = (
     Sabotage(
         "torn-backward-goes-on",
         RECEIVER,
-        "elif arrivals.task != torch._C._current_graph_task_id() and not micro.late:",
+        "elif arrivals.task != current_graph_task() and not micro.late:",
         "elif False:",
         ("tests/gradients/capture/test_passes.py",),
     ),

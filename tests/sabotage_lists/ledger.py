@@ -3,6 +3,7 @@
 from sabotage_lists.one import Sabotage
 
 PRIVATE, SAVED, JOURNAL, FILE = "private.py", "saved_run.py", "runs/journal.py", "runs/ledger_file.py"
+STATE = "run_state.py"
 DURABLE, PRINT, CHECKPOINT = "runs/durable_files.py", "runs/fingerprint.py", "runs/checkpoint.py"
 JOURNALS, CHECKPOINTS, FILES = (f"tests/runs/test_{name}.py" for name in ("journal", "checkpoint", "durable_files"))
 
@@ -10,17 +11,19 @@ SABOTAGES = (
     Sabotage(
         "shown-before-it-is-recorded",
         PRIVATE,
-        """            alone = self._journal is None and self._ranks.size == 1
-            if alone or self._is_new(step, event, gradients, statistic):
-                self.ledger.record(event)
+        """        if self._ranks.size == 1 and self._journal is None:
+            self.ledger.record(event)
+        else:
+            self._record(where, event, told.by_all if self._ranks.size > 1 else [self._digests(gradients, statistic)])
         for name, parameter in self._engine.parameters.items():
             parameter.grad = gradients[name] if parameter.requires_grad else None
 """,
         """        for name, parameter in self._engine.parameters.items():
             parameter.grad = gradients[name] if parameter.requires_grad else None
-        alone = self._journal is None and self._ranks.size == 1
-        if alone or self._is_new(step, event, gradients, statistic):
+        if self._ranks.size == 1 and self._journal is None:
             self.ledger.record(event)
+        else:
+            self._record(where, event, told.by_all if self._ranks.size > 1 else [self._digests(gradients, statistic)])
 """,
         (f"{CHECKPOINTS}::test_a_repeated_step_that_differs_is_refused_before_anything_is_seen",),
     ),
@@ -34,8 +37,8 @@ SABOTAGES = (
     Sabotage(
         "repeated-steps-counted-again",
         SAVED,
-        "        return self._journal is None or self._journal.record(event, released)\n",
-        "        return self._journal is None or self._journal.record(event, released) or True\n",
+        "            if self._journal.record(event, released):\n",
+        "            if self._journal.record(event, released) or True:\n",
         (f"{CHECKPOINTS}::test_an_interrupted_run_ends_like_one_that_was_not",),
     ),
     Sabotage(
@@ -83,15 +86,15 @@ SABOTAGES = (
     Sabotage(
         "statistic-missing-from-the-fingerprint",
         SAVED,
-        "released = fingerprint([*gradients.values(), *shared])",
-        "released = fingerprint([*gradients.values()])",
+        "{fingerprint([*gradients.values(), *shared])}",
+        "{fingerprint([*gradients.values()])}",
         (f"{CHECKPOINTS}::test_a_repeated_step_with_another_statistic_is_refused",),
     ),
     Sabotage(
         "fingerprint-of-the-first-parameter",
         SAVED,
-        "released = fingerprint([*gradients.values(), *shared])",
-        "released = fingerprint([*list(gradients.values())[:1], *shared])",
+        "{fingerprint([*gradients.values(), *shared])}",
+        "{fingerprint([*list(gradients.values())[:1], *shared])}",
         (f"{CHECKPOINTS}::test_a_repeated_step_in_which_one_parameter_differs_is_refused",),
     ),
     Sabotage(
@@ -238,35 +241,35 @@ SABOTAGES = (
     ),
     Sabotage(
         "noise-not-resumed",
-        SAVED,
+        STATE,
         '        self._source.load_state_dict(state["noise"])\n',
         "",
         (f"{CHECKPOINTS}::test_secure_noise_repeats_lost_steps_bit_for_bit",),
     ),
     Sabotage(
         "draws-not-resumed",
-        SAVED,
+        STATE,
         '        self.loader.draws = state["draws"]\n',
         "",
         ("tests/test_private.py::test_a_resumed_run_is_bit_identical",),
     ),
     Sabotage(
         "thresholds-not-resumed",
-        SAVED,
+        STATE,
         'self._set_policy({name: value.clone() for name, value in state["policy"].items()})',
         "pass",
         ("tests/thresholds/test_private_policies.py::test_thresholds_survive_a_resume",),
     ),
     Sabotage(
         "ledger-not-resumed",
-        SAVED,
+        STATE,
         '        self.ledger = Ledger.from_dict(state["ledger"])\n',
         "",
         ("tests/test_private.py::test_a_resumed_run_is_bit_identical",),
     ),
     Sabotage(
         "state-of-another-plan",
-        SAVED,
+        STATE,
         "        refusals.refuse_other_plan(state, self.plan.to_dict())\n",
         "",
         ("tests/test_private.py::test_a_state_of_another_plan_is_refused_by_what_differs",),

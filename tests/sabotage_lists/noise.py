@@ -16,8 +16,8 @@ SABOTAGES = (
     Sabotage(
         "noise-of-a-resumed-run-less",
         PRIVATE,
-        'released = self._source.release("gradient", step, list(sums.values()), stddevs, divisor, places)',
-        'released = self._source.release("gradient", 0, list(sums.values()), stddevs, divisor, places)',
+        'release = partial(self._source.release, "gradient", step, divisor=self.plan.divisor(self._thresholds))',
+        'release = partial(self._source.release, "gradient", 0, divisor=self.plan.divisor(self._thresholds))',
         (f"{TESTS}/test_noise.py::test_no_two_steps_share_their_noise",),
     ),
     Sabotage(

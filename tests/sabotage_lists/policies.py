@@ -70,7 +70,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "statistic-without-noise",
-        PRIVATE,
+        "run_state.py",
         "        return noised\n",
         "        return statistic\n",
         (f"{RUN}::test_what_is_released_is_the_statistic_with_its_noise",),

@@ -3,6 +3,7 @@
 from sabotage_lists.one import Sabotage
 
 PRIVATE, GUARD, RANKS = "private.py", "stepping.py", "distributed/ranks.py"
+RELEASING = "distributed/releasing.py"
 STEPPING, MISUSE, TESTS = "tests/test_stepping.py", "tests/test_misuse.py", "tests/test_private.py"
 PARALLEL, PROCESSES = "tests/distributed/test_data_parallel.py", "tests/test_processes.py"
 
@@ -163,16 +164,23 @@ SABOTAGES = (
     ),
     Sabotage(
         "sums-not-added-up-over-the-ranks",
-        PRIVATE,
-        "self._ranks.add_up([*added_up, *([] if statistic is None else [statistic])])",
-        "self._ranks.add_up([] if statistic is None else [statistic])",
+        RELEASING,
+        "    ranks.add_up([*sums, *shared], take)\n",
+        "    ranks.add_up(shared)\n    take(range(len(sums)))\n",
         (f"{PARALLEL}::test_the_run_is_that_of_one_process",),
     ),
     Sabotage(
         "statistic-not-added-up-over-the-ranks",
-        PRIVATE,
-        "self._ranks.add_up([*added_up, *([] if statistic is None else [statistic])])",
-        "self._ranks.add_up([*added_up])",
+        RELEASING,
+        "    ranks.add_up([*sums, *shared], take)\n",
+        "    ranks.add_up(sums, take)\n",
+        (f"{PARALLEL}::test_the_run_is_that_of_one_process",),
+    ),
+    Sabotage(
+        "same-noise-for-every-bucket",
+        RELEASING,
+        "places=[places[k] for k in own]",
+        "places=[0 for _ in own]",
         (f"{PARALLEL}::test_the_run_is_that_of_one_process",),
     ),
     Sabotage(
@@ -199,8 +207,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "ranks-may-release-differently",
-        "saved_run.py",
-        '        self._ranks.same(where, f"{released} {fingerprint([self._thresholds, *shared])}")\n',
+        RELEASING,
+        "    refuse_different(what, [both.split()[1] if sharded else both for both in told])\n",
         "",
         (f"{PARALLEL}::test_ranks_that_would_step_differently_are_stopped", PARALLEL),
     ),
@@ -214,8 +222,8 @@ SABOTAGES = (
     Sabotage(
         "failure-of-one-rank-not-told",
         RANKS,
-        '            self._agree(what, f"{type(failure).__name__}: {failure}")\n            raise\n',
-        "            self._agree(what)\n            raise\n",
+        '            self._exchanged(what, f"{type(failure).__name__}: {failure}")\n            raise\n',
+        "            self._exchanged(what)\n            raise\n",
         (f"{PARALLEL}::test_a_rank_that_cannot_step_stops_all_and_all_can_go_on", PARALLEL),
     ),
 )

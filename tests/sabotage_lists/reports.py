@@ -99,7 +99,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "thresholds-can-be-written",
-        "saved_run.py",
+        "run_state.py",
         "return self._thresholds.clone()",
         "return self._thresholds",
         ("tests/test_private.py::test_thresholds_are_shown_as_a_copy",),

@@ -13,8 +13,8 @@ SABOTAGES = (
     Sabotage(
         "divided-by-the-realised-batch",
         "private.py",
-        "parameters, divisor, shards = self._engine.parameters, self.plan.divisor(self._thresholds), self._shards",
-        "parameters, divisor, shards = self._engine.parameters, max(self._engine.seen, 1), self._shards",
+        "divisor=self.plan.divisor(self._thresholds)",
+        "divisor=max(self._engine.seen, 1)",
         (f"{RELEASES}::test_each_release_of_a_flat_run[abadi-uniform-None]",),
     ),
     Sabotage(
@@ -69,7 +69,7 @@ SABOTAGES = (
     Sabotage(
         "records-that-are-not-finite-are-added",
         SUMS,
-        "few = few if everyone else few.keep(finite[row, some])",
+        "few = few if finite is None else few.keep(finite[row, some])",
         "pass",
         (f"{ENGINE}::test_a_non_finite_record_contributes_nothing_and_changes_nothing",),
     ),

@@ -4,6 +4,7 @@ import itertools
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from clipless.theory.auto_bounds import (
     concave_inverse,
     inverse_measure,
     least_alignment,
-    log_log_slope,
     measure,
     measure_limit,
     optimisation_term,
@@ -27,6 +27,11 @@ from clipless.theory.rules import auto_s, auto_v
 
 LATE = np.geomspace(1e10, 1e14, 9)
 FIGURE_CONSTANTS = [(25.0, 0.01), (1.0, 0.01), (1.0, 0.1), (1.0, 1.0), (0.1, 0.01)]
+
+
+def log_log_slope(x: npt.ArrayLike, y: npt.ArrayLike) -> float:
+    """The slope of the line of least squares through log y against log x."""
+    return float(np.polyfit(np.log(np.asarray(x, float)), np.log(np.asarray(y, float)), 1)[0])
 
 
 @given(c=st.floats(-1, 1), r=st.floats(0.01, 20), gamma=st.sampled_from([0.0, 0.01, 0.5]), length=st.floats(0.1, 10))

@@ -36,10 +36,9 @@ def noise_multiplier(
     """The smallest noise multiplier with which `steps` steps, with so many `projections` if any, spend at most
     (epsilon, delta).
 
-    Promise: `clipless.epsilon` of the result is never above `epsilon`, and at least 99 % of it. The one exception: where
-    delta exceeds the probability that a record is ever sampled, "pld" accepts any noise and `LEAST_MULTIPLIER` is
-    returned; choose a smaller delta then. Raises `OutOfReach`, an `InvalidArgument`, if not even `MOST_MULTIPLIER` is
-    enough.
+    Guarantee: `clipless.epsilon` of the result is at most `epsilon`, and at least 99 % of it. One exception: if delta
+    exceeds the probability that a record is ever sampled, "pld" accepts any noise and `LEAST_MULTIPLIER` is returned; choose
+    a smaller delta then. Raises `OutOfReach`, an `InvalidArgument`, if not even `MOST_MULTIPLIER` is enough.
 
     >>> z = noise_multiplier(epsilon=3.0, delta=1e-5, sample_rate=0.01, steps=1000)
     >>> 2.97 < epsilon_of(z, sample_rate=0.01, steps=1000, delta=1e-5) <= 3.0

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
 # Likelihood ratios at which the lower tangent is tried, and where float64 ends.
 LOWER_TANGENTS = np.concatenate([-np.geomspace(1e-9, 100.0, 400), [-math.inf]])
@@ -14,14 +13,17 @@ ROUNDING = 1e-10
 def renyi_epsilon(order: float, divergence: float, delta: float) -> float:
     """The least epsilon that a Rényi divergence of this order implies at delta, up to the grid of tangents.
 
-    dp-accounting bounds (t − e^ε)₊, t a likelihood ratio, by a multiple of t^α; and jumps to 0 where another inequality
-    takes over. Any curve g(t) = A·t^α − B·t + C that touches 0 at some u < 1 and the line t − e^ε beyond bounds
-    it too, being convex. Its mean is A·e^((α−1)·divergence) − B + C: setting that to delta fixes e^ε for each u, and
-    u = 0 is dp-accounting's bound. The best u is the lossless conversion (Asoodeh et al., arXiv:2001.05990).
+    dp-accounting bounds (t − e^ε)₊, t a likelihood ratio, by a multiple of t^α, and jumps to 0 where it uses another
+    inequality. Any curve g(t) = A·t^α − B·t + C that touches 0 at some u < 1 and the line t − e^ε beyond bounds it too,
+    being convex. Its mean is A·e^((α−1)·divergence) − B + C: setting that to delta fixes e^ε for each u, and u = 0 is
+    dp-accounting's bound. The best u is the lossless conversion (Asoodeh et al., arXiv:2001.05990).
 
+    >>> from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
     >>> renyi_epsilon(2.0, 0.005, 0.01) < compute_epsilon([2.0], [0.005], 0.01)[0]
     True
     """
+    from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon  # slow to import
+
     with np.errstate(all="ignore"):
         usual = float(compute_epsilon([order], [divergence], delta)[0])
     if not usual > 0 or (order - 1) * divergence > LARGEST_EXPONENT:

@@ -71,10 +71,10 @@ def joint_multiplier(*multipliers: float) -> float:
 
 
 def gradient_multiplier(total: float, statistic: float) -> float:
-    """The gradient's multiplier, given the step's total and what a statistic on the same batch takes of it.
+    """The gradient's multiplier, given those of the whole step and of a statistic on the same batch.
 
-    Promise: `joint_multiplier(gradient_multiplier(total, statistic), statistic)` is at least `total`, and above it by
-    float rounding at most. The statistic must be noisier than the whole step.
+    Guarantee: `joint_multiplier(gradient_multiplier(total, statistic), statistic)` is at least `total`, and exceeds it only
+    by float rounding. The statistic must be noisier than the whole step.
 
     >>> gradient_multiplier(2.4, 4.0)
     3.0

@@ -1,6 +1,5 @@
 """Epsilon of a Gaussian mechanism from mu = sensitivity / standard deviation: exact at any size of mu."""
 
-import dp_accounting
 import numpy as np
 from scipy import special
 
@@ -20,6 +19,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         return 0.0
     if mu > LARGE_MU:
         return mu * (mu / 2 - float(special.ndtri(delta)))
+    from dp_accounting import get_epsilon_gaussian  # slow to import, and not needed before the first epsilon
+
     with np.errstate(all="ignore"):
-        root = float(dp_accounting.get_epsilon_gaussian(1 / mu, delta))
+        root = float(get_epsilon_gaussian(1 / mu, delta))
     return root * (1 + ROUNDING) + ROUNDING if root > 0 else 0.0

@@ -55,7 +55,7 @@ class Ledger:
         self._steps = 0
 
     def record(self, event: Event, count: int = 1) -> None:
-        """Write down an event, or several equal ones. Call it before their result can be seen."""
+        """Record an event, or several equal ones. Call it before their result can be seen."""
         if EVENTS.get(getattr(event, "kind", "")) is not type(event):
             raise InvalidType(f"a ledger records StepEvent objects and other registered events, got {event!r}.")
         if type(count) is not int or count != 1:

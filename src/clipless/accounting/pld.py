@@ -1,13 +1,12 @@
 """Privacy loss distributions, discretised and read by dp-accounting, on a grid that fits the problem.
 
-Every grid gives an upper bound (pessimistic connect-the-dots). A coarse one is loose, a fine one slow, and one that is too
-fine is spoilt by rounding.
+Every grid gives an upper bound (pessimistic connect-the-dots). A coarse grid is loose, a fine one is slow, and in one that
+is too fine rounding errors dominate.
 """
 
 import math
 
 import numpy as np
-from dp_accounting.pld import pld_pmf
 
 from clipless.accounting import losses, projections
 from clipless.accounting.composition import RepeatedLoss, composed, epsilon_at, misplaced
@@ -57,8 +56,8 @@ def pld_epsilon(releases: tuple[Release, ...], delta: float) -> float:
 
 
 def _projected_epsilon(releases: tuple[Release, ...], delta: float) -> float:
-    """The same where the norms of some steps are estimated: a Rényi bound does not exist, and a bound by full batches only
-    if the sensitivities that are hardly ever met are counted as released in clear."""
+    """The same if the norms of some steps are estimated. Then there is no Rényi bound, and a bound by full batches only if
+    the rarest sensitivities are counted as released in clear."""
     every = sum(release.steps for release in releases)
     beyond = PROJECTION_SHARE * delta / every
     full = math.hypot(*(math.sqrt(r.steps) / _least_multiplier(r, beyond) for r in releases))
@@ -108,6 +107,8 @@ def _part(release: Release, low: float, high: float, interval: float, removing: 
         deltas = projections.deltas(q, found, noise, removing, above, epsilons)
     else:
         deltas = losses.deltas(q, z, removing, epsilons)
+    from dp_accounting.pld import pld_pmf  # slow to import
+
     one = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas).to_dense_pmf()
     return RepeatedLoss(one._lower_loss, one._probs, one._infinity_mass, count)
 

@@ -1,9 +1,9 @@
 """Steps whose norms are estimated by random projections: the sensitivity of such a step is itself random.
 
 The norm of a gradient g is estimated as M = √(mean of ⟨g, u_j⟩² over r normal vectors u_j), so that r·M²/‖g‖² has the
-chi-square law with r degrees of freedom, whatever g is. A record clipped by M adds at most R·√(r/χ²_r) to the sum, not R.
-The vectors do not depend on the data, so the analysis may reveal them: a step is then a Gaussian step whose sensitivity is
-R·S with S = √(r/χ²_r) drawn anew, and its hockey-stick divergence is the mean over S of that of Gaussian steps. S is
+chi-square distribution with r degrees of freedom for any g. A record clipped by M adds at most R·√(r/χ²_r) to the sum, not
+R. The vectors do not depend on the data, so the analysis may reveal them: a step is then a Gaussian step whose sensitivity
+is R·S with S = √(r/χ²_r) drawn anew, and its hockey-stick divergence is the mean over S of that of Gaussian steps. S is
 rounded up to a grid, and what lies beyond the grid is counted as released in clear.
 """
 
@@ -23,7 +23,8 @@ BELOW = 1e-3
 
 
 class Shares(NamedTuple):
-    """The law of S on a grid, rounded up: `weights[k]` on `values[k]`, in increasing order, and `beyond` above them all."""
+    """The distribution of S on a grid, rounded up: `weights[k]` on `values[k]`, in increasing order, and `beyond` above them
+    all."""
 
     values: Floats
     weights: Floats
@@ -46,7 +47,7 @@ def quantile(projections: int, beyond: float) -> float:
 
 @lru_cache(maxsize=256)
 def shares(projections: int, beyond: float) -> Shares:
-    """The law of S on a grid whose largest point is exceeded with probability `beyond`."""
+    """The distribution of S on a grid whose largest point is exceeded with probability `beyond`."""
     values = np.geomspace(quantile(projections, 1 - BELOW), quantile(projections, beyond), GRID)
     above = exceeds(projections, values)
     weights = -np.diff(above, prepend=1.0)
@@ -70,8 +71,8 @@ def loss_range(
 def deltas(rate: float, found: Shares, noise: Floats, removing: bool, above: float, epsilons: Floats) -> Floats:
     """An upper bound on the hockey-stick divergence of one step at each epsilon, in increasing order.
 
-    What lies beyond the grid is counted as released in clear where the record is in the batch. At shares for which an
-    epsilon is exceeded hardly ever, the divergence at a smaller epsilon is taken.
+    What lies beyond the grid is counted as released in clear where the record is in the batch. At shares where an epsilon is
+    hardly ever exceeded, the divergence at a smaller epsilon is used.
     """
     if removing:
         total = found.beyond * np.maximum(rate, -np.expm1(epsilons))

@@ -1,7 +1,7 @@
 """The audit of a training configuration: its games, and one record of what they found.
 
-It trains copies. Real records take part in the one-run game as they would in training, and nothing is computed of any
-of them; all scores are those of synthetic canaries.
+It trains copies. Real records take part in the one-run game as they would in training, and nothing is computed from them;
+all scores are those of synthetic canaries.
 """
 
 import math
@@ -244,7 +244,7 @@ def _one_run(
         views = {"white-box": seen.white_box} | ({} if seen.black_box is None else {"black-box": seen.black_box})
         for view, scores in views.items():
             level = 1 - (1 - confidence) / len(views)
-            verdict = judge_canaries(scores, seen.coins, seen.epsilon, plan.delta, level, claim)
+            verdict = judge_canaries(scores, seen.coins, seen.epsilon, plan.delta, level, claim, seen.trace)
             row = {"game": "one-run", "seen": f"{how.kind} canaries, {view}", **verdict.to_dict()}
             yield row | {"seconds": round(seconds(), 1)}, []
 

@@ -1,12 +1,13 @@
 """Is the claimed epsilon true? Attacks on clipless through its public API, and what they prove: lower bounds on epsilon.
 
 `play` and `judge_step` attack one step, `play_runs` and `judge_runs` whole trainings of a tiny model, `one_run` and
-`judge_canaries` a single training of any classifier; `play_model` takes one step of any small model. docs/audit.md tells
-what each assumes.
+`judge_canaries` a single training of any classifier; `play_model` takes one step of any small model. docs/audit.md says what
+each assumes.
 """
 
 from clipless.auditing.family import SampledGaussian
 from clipless.auditing.fit import Finding, gaussian_fit
+from clipless.auditing.gauss import CanaryTrace, gauss_epsilon, gauss_kappa
 from clipless.auditing.model_game import ModelGame, play_model
 from clipless.auditing.one_run import Canaries, Seen, one_run
 from clipless.auditing.one_run_bounds import gaussian_mu, mahloujifar_epsilon, steinke_epsilon
@@ -17,6 +18,7 @@ from clipless.auditing.verdict import CanaryVerdict, Verdict, judge_canaries, ju
 
 __all__ = [
     "Canaries",
+    "CanaryTrace",
     "CanaryVerdict",
     "Finding",
     "ModelGame",
@@ -29,6 +31,8 @@ __all__ = [
     "Trainings",
     "Verdict",
     "clopper_pearson",
+    "gauss_epsilon",
+    "gauss_kappa",
     "gaussian_fit",
     "gaussian_mu",
     "judge_canaries",

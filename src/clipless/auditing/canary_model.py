@@ -32,7 +32,7 @@ class CanaryModel(nn.Module):
 
 
 def worst_norms(clipping: Clipping, thresholds: Tensor) -> list[float]:
-    """For each group the norm whose share of the sum is largest; as large a norm as can be if many are.
+    """For each group the norm whose clipped gradient is largest; the largest such norm if there are several.
 
     >>> from clipless.clipping import abadi, global_
     >>> worst_norms(abadi(), torch.tensor([[1.0]])), worst_norms(global_(), torch.tensor([[1.0]]))
@@ -51,7 +51,7 @@ def _worst_norm(clipping: Clipping, thresholds: Tensor, group: int) -> float:
 
 
 def along(groups: Partition, norms: Sequence[float]) -> Tensor:
-    """How far a canary reaches in each layer, so that it has these norms in the groups, [layers]."""
+    """The length of a canary in each layer that gives it these norms in the groups, [layers]."""
     layers = [group for group, members in enumerate(groups.members) for _ in members]
     shares = {name: norms[g] / len(groups.members[g]) ** 0.5 for name, g in groups.group_of.items()}
     assert len(shares) == len(layers)

@@ -1,7 +1,7 @@
-"""The mechanisms that a claim speaks of: Gaussian releases on Poisson batches, with the noise left open.
+"""The mechanisms that a claim is about: Gaussian releases on Poisson batches, of any noise multiplier.
 
-A claim names one of them. Of all noise multipliers the largest that still allows an attack's error rates is a bound in
-the same currency, so that a bound and a claim can be compared at any delta.
+A claim names one of them. The largest noise multiplier that still allows an attack's error rates is a bound of the same
+kind, so a bound and a claim can be compared at any delta.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Is the noise what it is said to be? Tests of residuals that should be independent standard normal numbers."""
+"""Is the noise as claimed? Tests of residuals that should be independent standard normal numbers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One-run auditing: many canaries in one training, each put in or left out by a coin.
+"""One-run auditing: many canaries in one training, each put in or left out at random.
 
 Crafted canaries have a coordinate each, of a table beside the model, and are seen in its released gradients. Random ones are
 inputs of noise with a random class, and are seen in the model's own gradients, or by how far their loss has come down in
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -21,9 +20,9 @@ from torch.utils.data import TensorDataset
 
 import clipless
 from clipless.arguments import named, whole
-from clipless.arrays import Floats
+from clipless.arrays import Booleans, Floats
 from clipless.auditing.canary_model import worst_norms
-from clipless.auditing.run_game import log_likelihood
+from clipless.auditing.gauss import CanaryTrace, log_likelihood, steps_of
 from clipless.auditing.watching import Watcher
 from clipless.errors import InvalidArgument
 from clipless.plan import PrivacyPlan
@@ -47,11 +46,12 @@ class Canaries:
 @dataclass(frozen=True)
 class Seen:
     """The coins, True for in, and the scores of all canaries: from released gradients, and from the losses of the first and
-    the last model (None for crafted canaries, which lie outside the model)."""
+    the last model (None for crafted canaries, which lie outside the model). `trace` is there for crafted canaries alone."""
 
-    coins: npt.NDArray[np.bool_]
+    coins: Booleans
     white_box: Floats
     black_box: Floats | None
+    trace: CanaryTrace | None
     plan: PrivacyPlan
     epsilon: float
 
@@ -81,8 +81,7 @@ def one_run(
 
     Nothing is returned about a real record: scores are those of canaries.
     """
-    if not isinstance(records, TensorDataset) or len(records.tensors) != 2:
-        raise InvalidArgument("one_run takes a TensorDataset of inputs and classes.")
+    _refuse(records)
     rng = np.random.default_rng(canaries.seed)
     coins = rng.random(canaries.number) < 0.5
     data = _with_canaries(records, canaries, rng)
@@ -103,7 +102,22 @@ def one_run(
         spent = private.spent()
     finally:
         private.detach()
-    return Seen(coins, kind.scores, kind.final_scores(), private.plan, spent.epsilon)
+    return Seen(coins, kind.scores, kind.final_scores(), kind.trace(coins), private.plan, spent.epsilon)
+
+
+def _refuse(records: TensorDataset) -> None:
+    if not isinstance(records, TensorDataset) or len(records.tensors) != 2:
+        raise InvalidArgument("one_run takes a TensorDataset of inputs and classes.")
+    inputs, classes = records.tensors
+    if len(inputs) == 0:
+        raise InvalidArgument("there are no records to train on: play the step game, which needs none.")
+    if not inputs.is_floating_point():
+        raise InvalidArgument(
+            f"canaries are inputs of normal noise, and these inputs are {inputs.dtype}: audit a model that takes "
+            "floating-point inputs, or play the step game."
+        )
+    if classes.is_floating_point() or classes.dim() != 1:
+        raise InvalidArgument("one_run audits a classifier: give one class number for each record, [N], as integers.")
 
 
 def _with_canaries(records: TensorDataset, canaries: Canaries, rng: np.random.Generator) -> TensorDataset:
@@ -116,11 +130,12 @@ def _with_canaries(records: TensorDataset, canaries: Canaries, rng: np.random.Ge
 
 
 class _Crafted:
-    """A canary's gradient lies along its own number of the table, as long as the clipping rule likes best."""
+    """A canary's gradient lies along its own number of the table, with the norm whose clipped gradient is largest."""
 
     def __init__(self, model: nn.Module, canaries: int) -> None:
         self.trained = Audited(model, canaries)
         self.scores: Floats = np.zeros(canaries)
+        self._squares: Floats = np.zeros(canaries)
 
     def begin(self, private: clipless.Private) -> None:
         clipping = private.plan.clipping
@@ -141,9 +156,15 @@ class _Crafted:
         plan, seen = self._private.plan, self._watcher.after_step()[0, 1:]
         multiplier = plan.event(self._private.steps_taken - 1).gradient_multiplier
         self.scores += log_likelihood(seen, multiplier, plan.sample_rate)
+        self._squares += seen**2
 
     def final_scores(self) -> None:
         """None: these canaries lie outside the model."""
+
+    def trace(self, coins: Booleans) -> CanaryTrace | None:
+        """None where norms are estimated: a canary then moves a release by a random amount."""
+        plan = self._private.plan
+        return None if plan.projections is not None else CanaryTrace(steps_of(plan), self._squares[~coins])
 
 
 class _Random:
@@ -174,6 +195,9 @@ class _Random:
             warnings.filterwarnings("ignore", message="`torch.jit.script` is", category=DeprecationWarning)
             products = torch.func.jvp(self._canary_losses, (self._at,), (released,))[1]
         self.scores += products.double().numpy()
+
+    def trace(self, coins: Booleans) -> None:
+        """None: gradients of these canaries overlap, and so do the noises along them."""
 
     def final_scores(self) -> Floats:
         return self._first - self._present_losses()

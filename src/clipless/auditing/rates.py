@@ -1,7 +1,7 @@
 """From the errors of an attack to a lower bound on epsilon.
 
-An attack guesses from a score whether a record was there. Its error rates are bounded from above by Clopper and Pearson,
-with a threshold that was chosen on other scores, and a mechanism that keeps its promise allows no rates so low.
+An attack guesses from a score whether a record was present. Its error rates are bounded from above by Clopper-Pearson
+intervals, with a threshold chosen on other scores. A mechanism as private as claimed does not allow rates that low.
 """
 
 import math
@@ -53,7 +53,7 @@ def clopper_pearson(events: npt.ArrayLike, trials: npt.ArrayLike, confidence: fl
 
 
 def rates(outside: Floats, inside: Floats, family: SampledGaussian) -> Rates:
-    """The errors of the attack that says "there" above a threshold, on the scores that did not choose the threshold.
+    """The errors of the attack that says "present" above a threshold, on the scores that did not choose the threshold.
 
     The first scores of each kind choose it, such that the bound found on them is largest.
     """

@@ -10,6 +10,7 @@ from clipless.arguments import whole
 from clipless.arrays import Floats
 from clipless.auditing.canary_model import CanaryModel
 from clipless.auditing.family import SampledGaussian
+from clipless.auditing.gauss import CanaryTrace, gauss_epsilon, gauss_kappa, log_likelihood, steps_of
 from clipless.auditing.rates import plain_epsilon, rates
 from clipless.auditing.step_game import StepGame, attached, slots
 from clipless.auditing.verdict import CONFIDENCE, Verdict
@@ -28,34 +29,28 @@ class RunGame:
 
 @dataclass(frozen=True)
 class Trainings:
-    """Scores of records that were in (`inside`) and out, from the final weights and from all released gradients."""
+    """Scores of records that were in (`inside`) and out, from the final weights and from all released gradients; `trace`
+    has the squares of those that were out."""
 
     final_inside: Floats
     final_outside: Floats
     all_inside: Floats
     all_outside: Floats
+    trace: CanaryTrace
     noise_multiplier: float
     sample_rate: float
     steps: int
     trainings: int
 
 
-def log_likelihood(seen: Floats, noise_multiplier: float, sample_rate: float) -> Floats:
-    """The log-likelihood ratio of standardised releases for a record that takes part with this probability: the best
-    score there is, for one step."""
-    mu = 1 / noise_multiplier
-    return np.logaddexp(
-        np.log1p(-sample_rate) if sample_rate < 1 else -np.inf, np.log(sample_rate) + mu * (seen - mu / 2)
-    )
-
-
 def play_runs(game: RunGame, trainings: int, on_training: Callable[[], None] = lambda: None) -> Trainings:
     """Train so many times, each time with fresh noise and fresh batches."""
-    final, every = [], []
+    final, every, squares = [], [], []
     for number in range(whole("trainings", trainings)):
-        weights, gradients, plan = _train(game, number)
+        weights, gradients, sizes, plan = _train(game, number)
         final.append(weights)
         every.append(gradients)
+        squares.append(sizes)
         on_training()
     half = game.step.canaries
     last, seen = np.stack(final), np.stack(every)
@@ -64,6 +59,7 @@ def play_runs(game: RunGame, trainings: int, on_training: Callable[[], None] = l
         final_outside=last[:, half:].ravel(),
         all_inside=seen[:, :half].ravel(),
         all_outside=seen[:, half:].ravel(),
+        trace=CanaryTrace(steps_of(plan), np.stack(squares)[:, half:].ravel()),
         noise_multiplier=plan.noise_multiplier,
         sample_rate=plan.sample_rate,
         steps=game.steps,
@@ -71,8 +67,8 @@ def play_runs(game: RunGame, trainings: int, on_training: Callable[[], None] = l
     )
 
 
-def _train(game: RunGame, number: int) -> tuple[Floats, Floats, PrivacyPlan]:
-    """The scores of every slot after one training, by its final weights and by its gradients, and the plan."""
+def _train(game: RunGame, number: int) -> tuple[Floats, Floats, Floats, PrivacyPlan]:
+    """The scores of every slot after one training, by its final weights and by its gradients, its squares, and the plan."""
     step = game.step
     model = CanaryModel(step.layers, 2 * step.canaries)
     records, weights = slots(step, model)
@@ -80,17 +76,19 @@ def _train(game: RunGame, number: int) -> tuple[Floats, Floats, PrivacyPlan]:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     private = attached(step, model, optimizer, records, game.steps, number)
     watcher = Watcher(private, list(model.named_parameters()))
-    ratios = np.zeros(2 * step.canaries)
+    ratios, squares = np.zeros((2, 2 * step.canaries))
     for (batch,) in private.loader:
         optimizer.zero_grad()
         watcher.before_step()
         private.backward(model(batch))
         optimizer.step()
         seen = weights @ watcher.after_step()
-        ratios += log_likelihood(seen, private.plan.gradient_multiplier, private.plan.sample_rate)
+        event = private.plan.event(private.steps_taken - 1)
+        ratios += log_likelihood(seen, event.gradient_multiplier, event.sample_rate)
+        squares += seen**2
     private.detach()
     moved = [(old - new).detach().double().flatten() for old, new in zip(before, model.parameters(), strict=True)]
-    return weights @ torch.stack(moved).numpy(), ratios, private.plan
+    return weights @ torch.stack(moved).numpy(), ratios, squares, private.plan
 
 
 def judge_runs(seen: Trainings, delta: float = 1e-5, confidence: float = CONFIDENCE, *, final: bool) -> Verdict:
@@ -100,11 +98,14 @@ def judge_runs(seen: Trainings, delta: float = 1e-5, confidence: float = CONFIDE
     found = rates(outside, inside, family)
     fpr, fnr = found.upper(confidence)
     explained = family.noise_multiplier(fpr, fnr, near=seen.noise_multiplier)
+    pair = None
+    if not final:
+        pair = gauss_epsilon(gauss_kappa(inside, outside, seen.trace, confidence), seen.trace.steps, delta)
     return Verdict(
         claimed_epsilon=family.epsilon(seen.noise_multiplier, delta),
         lower_bound=family.epsilon(explained, delta),
         plain_bound=plain_epsilon(fpr, fnr, delta),
-        pair_bound=None,
+        pair_bound=pair,
         confidence=confidence,
         delta=delta,
         games=found.negatives + found.positives,

@@ -1,6 +1,6 @@
 """The step game: many releases of one step, with and without the record that moves it most.
 
-All of it goes through `make_private`: what is read is what an adversary reads, the released gradient and statistic.
+All of it goes through `make_private`, and only what an adversary sees is read: the released gradient and statistic.
 """
 
 import math
@@ -184,7 +184,7 @@ def _statistics(
 
 
 def _direction(game: StepGame, model: CanaryModel) -> tuple[Tensor, Floats]:
-    """How far the canary reaches in each layer, and the weights of the layers in the best score, of length 1."""
+    """The length of the canary in each layer, and the weights of the layers in the best score, as a unit vector."""
     clipping = as_clipping(game.clipping)
     groups = model.groups(clipping)
     thresholds = clipping.start(len(groups))

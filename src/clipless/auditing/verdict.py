@@ -4,16 +4,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from clipless.arrays import Floats
+from clipless.arrays import Booleans, Floats
 from clipless.auditing.family import SampledGaussian
 from clipless.auditing.fit import Finding, gaussian_fit
+from clipless.auditing.gauss import CanaryTrace, gauss_epsilon, gauss_kappa
 from clipless.auditing.one_run_bounds import mahloujifar_epsilon, steinke_epsilon
 from clipless.auditing.rates import LEAST_SCORES, Rates, gaussian_pair_mu, plain_epsilon, rates
 from clipless.auditing.step_game import Releases
-
-Coins = npt.NDArray[np.bool_]
 
 FALSE_ALARMS = 1e-6
 CONFIDENCE = 0.95
@@ -24,8 +22,8 @@ class Verdict:
     """A claim and a lower bound on the same epsilon.
 
     `lower_bound` holds with `confidence` for releases that are Gaussian with some noise, on Poisson batches of the claimed
-    rate; `plain_bound` for any mechanism whatever, and is therefore lower. `pair_bound` takes the scores for normal and uses
-    all of them; None where they are not. `findings` are tests of the noise that failed, each with a
+    rate; `plain_bound` for any mechanism whatever, and is therefore lower. `pair_bound` takes releases for normal and uses
+    the values of all scores; None where they are not. `findings` are tests of the noise that failed, each with a
     chance of less than `FALSE_ALARMS` if all is as claimed.
     """
 
@@ -85,13 +83,15 @@ class CanaryVerdict:
 
     `steinke` holds for any mechanism, `mahloujifar` for one whose trade-off function is a Gaussian's, and `independent`
     (None but for crafted canaries) if what canaries release is independent, as it is of independent noise on different
-    coordinates. `lower_bound` is the largest; the confidence of each is such that all hold together.
+    coordinates. `gauss` (None likewise) if moreover releases are normal, of one size and independent over steps: it takes
+    the scores' values, not guesses. `lower_bound` is the largest; the confidence of each is such that all hold together.
     """
 
     claimed_epsilon: float
     steinke: float
     mahloujifar: float
     independent: float | None
+    gauss: float | None
     confidence: float
     delta: float
     canaries: int
@@ -100,7 +100,7 @@ class CanaryVerdict:
 
     @property
     def lower_bound(self) -> float:
-        return max(self.steinke, self.mahloujifar, self.independent or 0.0)
+        return max(self.steinke, self.mahloujifar, self.independent or 0.0, self.gauss or 0.0)
 
     @property
     def exceeded(self) -> bool:
@@ -114,17 +114,19 @@ class CanaryVerdict:
 
 def judge_canaries(
     scores: Floats,
-    coins: Coins,
+    coins: Booleans,
     claimed_epsilon: float,
     delta: float,
     confidence: float = CONFIDENCE,
     independent: tuple[SampledGaussian, float] | None = None,
+    trace: CanaryTrace | None = None,
 ) -> CanaryVerdict:
     """Guess the coins by the scores, "in" for the highest and "out" for the lowest, for several numbers of guesses.
 
-    `independent` is the family and the noise multiplier of the claim, for crafted canaries.
+    `independent` is the family and the noise multiplier of the claim, for crafted canaries, and `trace` what `one_run` saw
+    of them.
     """
-    analyses = 2 if independent is None else 3
+    analyses = 2 + (independent is not None) + (trace is not None)
     each = 1 - (1 - confidence) / analyses
     every = 1 - (1 - each) / len(SHARES)
     tried = [(*_guessed(scores, coins, share), share) for share in SHARES]
@@ -136,6 +138,7 @@ def judge_canaries(
         steinke=max(steinke),
         mahloujifar=max(gaussian),
         independent=None if independent is None else _independent(scores, coins, delta, each, *independent),
+        gauss=None if trace is None else _gauss(scores, coins, delta, each, trace),
         confidence=confidence,
         delta=delta,
         canaries=len(coins),
@@ -144,7 +147,7 @@ def judge_canaries(
     )
 
 
-def _guessed(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
+def _guessed(scores: Floats, coins: Booleans, share: float) -> tuple[int, int]:
     """Guesses made, half of them "in" and half "out", and how many are right."""
     half = max(1, round(share * len(scores) / 2))
     half = min(half, len(scores) // 2)
@@ -153,9 +156,13 @@ def _guessed(scores: Floats, coins: Coins, share: float) -> tuple[int, int]:
 
 
 def _independent(
-    scores: Floats, coins: Coins, delta: float, confidence: float, family: SampledGaussian, noise_multiplier: float
+    scores: Floats, coins: Booleans, delta: float, confidence: float, family: SampledGaussian, noise_multiplier: float
 ) -> float:
     if min(int(coins.sum()), int((~coins).sum())) < LEAST_SCORES:
         return 0.0
     found = rates(scores[~coins], scores[coins], family)
     return family.epsilon(family.noise_multiplier(*found.upper(confidence), near=noise_multiplier), delta)
+
+
+def _gauss(scores: Floats, coins: Booleans, delta: float, confidence: float, trace: CanaryTrace) -> float:
+    return gauss_epsilon(gauss_kappa(scores[coins], scores[~coins], trace, confidence), trace.steps, delta)

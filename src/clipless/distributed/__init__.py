@@ -11,6 +11,7 @@ from clipless.distributed.joining import (
     unwrapped,
 )
 from clipless.distributed.ranks import Alone, Ranks
+from clipless.distributed.releasing import one_digest
 
 __all__ = [
     "Alone",
@@ -20,6 +21,7 @@ __all__ = [
     "facts",
     "is_sharded",
     "on_every_rank",
+    "one_digest",
     "ranks_of",
     "shards_of",
     "unwrapped",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def ranks_of(group: object) -> Alone | Ranks:
-    """The processes that train together. `group=None` takes the default process group if there is one; `group=False` says
+    """The processes that train together. `group=None` takes the default process group if there is one; `group=False` means
     that this process trains alone."""
     if group is not None and group is not False and not isinstance(group, dist.ProcessGroup):
         if group is dist.GroupMember.NON_GROUP_MEMBER:

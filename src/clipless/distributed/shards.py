@@ -4,8 +4,9 @@ FSDP2's own reduction stays idle, because every parameter is frozen while its mo
 parameter. Clipped sums go to the ranks that hold the parameters' shards by a reduce-scatter of our own, in one order.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Sharded:
     def __init__(self, model: nn.Module, ranks: Alone | Ranks) -> None:
         assert isinstance(model, FSDPModule)
         self.root: Any = model
-        self.whole = self._was_whole = False
+        self.whole = self.was_whole = False
         self._ranks, self._states = ranks, _states(model)
         self.root._get_fsdp_state()._lazy_init()
         self.divide()
@@ -67,6 +68,25 @@ class Sharded:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         outer = _parameters_of(self.root._get_fsdp_state())
         self.outer = frozenset(names[id(shard.sharded_param)] for shard in outer if id(shard.sharded_param) in names)
+
+    def attach(self) -> "Sharded":
+        """From now on a block that cannot be gathered, because a rank is lost, is refused as any call to the others is."""
+        for group in self._groups():
+            for name in ("unshard", "wait_for_unshard"):
+                vars(group)[name] = partial(self._gathered, getattr(group, name))
+        return self
+
+    def remove(self) -> None:
+        for group in self._groups():
+            for name in ("unshard", "wait_for_unshard"):
+                vars(group).pop(name, None)
+
+    def _gathered(self, gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._ranks.reaching("a block of the model"):
+            return gather(*args, **kwargs)
+
+    def _groups(self) -> list[Any]:
+        return [group for state in self._states for group in state._fsdp_param_groups]
 
     def gather_if(self, wanted: bool) -> bool:
         """Gather the model on every rank if it is `wanted` on any. Returns whether it is whole now."""
@@ -76,11 +96,11 @@ class Sharded:
 
     def gather_again(self) -> None:
         """Gather the model again if it was whole in this batch, which is the same on all ranks."""
-        if self._was_whole and not self.whole:
+        if self.was_whole and not self.whole:
             self._gather()
 
     def _gather(self) -> None:
-        self.whole = self._was_whole = True
+        self.whole = self.was_whole = True
         for state in self._states:
             for group in state._fsdp_param_groups:
                 vars(group)["reshard"] = _stay_together
@@ -89,15 +109,14 @@ class Sharded:
 
     def forget(self) -> None:
         """A new batch begins."""
-        self._was_whole = False
+        self.was_whole = False
         self.divide()
 
     def divide(self) -> None:
         """Keep only this rank's shards, and clear what an interrupted pass, or one without a backward pass, has left."""
         self.whole = False
-        for state in self._states:
-            for group in state._fsdp_param_groups:
-                vars(group).pop("reshard", None)
+        for group in self._groups():
+            vars(group).pop("reshard", None)
         self.root.reset_iter_state()
 
     def together(self, what: str) -> AbstractContextManager[object]:

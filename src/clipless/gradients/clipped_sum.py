@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.clipped import ClippedSum, LossFunction
 from clipless.clipping import Clipping, as_clipping
@@ -15,6 +14,7 @@ from clipless.gradients.engine import Engine
 from clipless.gradients.kernels import Kernels
 from clipless.partition import partition
 from clipless.random_state import random_state_kept
+from clipless.torch_internals import pytree
 
 
 def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: str | Clipping = "auto-s") -> ClippedSum:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.gradients.trees import shapes_of
+from clipless.torch_internals import pytree
 
 # For each tensor of an input that carries records, by its number: the dimension along which they lie.
 Reading = dict[int, int]

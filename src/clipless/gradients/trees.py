@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
+
+from clipless.torch_internals import pytree
 
 Shapes = tuple[torch.Size, ...]
 # For each tensor of a structure, the dimension along which its records lie; None if it carries none.

@@ -1,6 +1,6 @@
 """Noise added to a sum, rounded to a grid, and divided: what is released of the sum.
 
-As the numbers themselves (see normals.py) this is written down twice: here, and in native/noise.c, which does all of it in
+Like the numbers themselves (see normals.py) this is implemented twice: here, and in native/noise.c, which does all of it in
 one pass through the cache, cipher included. Both give the same bits.
 """
 
@@ -23,7 +23,7 @@ GRID_BITS = 6
 def grid(stddev: float) -> float:
     """The step of the grid for noise of that size: a power of two, more than stddev/128 and at most stddev/64.
 
-    Rounding to it is unbiased beside such noise, and makes its standard deviation larger by one part in 100,000.
+    With such noise, rounding to it is unbiased and increases the standard deviation by one part in 100,000.
 
     >>> grid(1.0), grid(3.0)
     (0.015625, 0.03125)
@@ -42,8 +42,8 @@ def by_numpy(
     """into[k] = sums[k] + stddevs[k] times the numbers of the key from number places[k] on, by default tensor after tensor,
     rounded to the grid of stddevs[k], then times `weight`.
 
-    Contiguous tensors in main memory; each sum in the type of what it goes to. Torch does nothing here: its threads
-    compute nonsense in a forked child.
+    Contiguous tensors in main memory; each sum in the type of what it goes to. Torch is not used, because its threads give
+    wrong results in a forked child.
     """
     noise, left = blocks(key, sum(tensor.numel() for tensor in into)), np.empty(0)
     for number, (value, stddev, out) in enumerate(zip(sums, stddevs, into, strict=True)):

@@ -32,7 +32,7 @@ except ImportError:
 
 STREAMS = {"gradient": 1, "statistic": 2, "sample": 3, "projection": 4}
 KEY = 32
-# What the cipher is given to encrypt, as much as can be asked for at a time, and the room that it wants beyond the end.
+# The zeros that the cipher encrypts, as many as can be asked for at a time, and the room that it needs beyond the end.
 _ZEROS = memoryview(bytes(2**20))
 _SPARE = 16
 
@@ -41,7 +41,7 @@ class Keys(Protocol):
     """A key for each stream and place: the number of a step, or of a draw in the stream "sample"."""
 
     def key(self, stream: str, place: int) -> bytearray:
-        """Memory of its own, which whoever has used it erases."""
+        """The key, in memory of its own: erase it after use."""
 
     def forget_steps(self, before: int) -> None:
         """The keys of earlier steps are not needed any more."""
@@ -50,7 +50,7 @@ class Keys(Protocol):
         """The keys of earlier draws are not needed any more."""
 
     def renewed(self, step: int, draw: int) -> "Keys":
-        """Other keys, which nobody knows, from that step and draw on."""
+        """New random keys from that step and draw on."""
 
     def erase(self) -> None:
         """No key is needed any more."""
@@ -60,7 +60,7 @@ class Keys(Protocol):
 
 
 class SeededKeys:
-    """A pure function of seed, stream and place. Who knows the seed can compute all noise."""
+    """A pure function of seed, stream and place. Whoever knows the seed can compute all noise."""
 
     def __init__(self, seed: int) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -90,7 +90,7 @@ class SeededKeys:
 
 
 class Chain:
-    """A key that moves forward only: from the one of a place follow all later ones, and none earlier.
+    """A key that only moves forward: from the key of one place all later keys can be computed, and no earlier one.
 
     At each place the key is expanded by AES-256 in counter mode to its successor and to one key for each use. The successor
     then takes its place in memory. Finding an earlier key means finding an AES key from what it has encrypted.
@@ -177,7 +177,7 @@ class ForwardKeys:
 
 
 def keys_of(state: Mapping[str, Any]) -> Keys:
-    """The keys that `state()` told of."""
+    """The keys that `state()` described."""
     if "seed" in state:
         return SeededKeys(state["seed"])
     try:
@@ -218,8 +218,8 @@ def require_cipher() -> None:
 
 
 def keystream(key: bytes | bytearray, counter: int, size: int) -> bytearray:
-    """`size` bytes under a key, from block `counter` of 16 bytes on; at most 2**20 at a time. Its own memory: whoever has
-    used it can erase it."""
+    """`size` bytes under a key, from block `counter` of 16 bytes on; at most 2**20 at a time. The memory is the caller's own
+    and can be erased after use."""
     fast = compiled()
     if fast is None:
         bits = bytearray(size + _SPARE)
@@ -254,5 +254,5 @@ def erase(memory: bytearray) -> None:
 
 
 def words(key: bytes | bytearray, counter: int, count: int) -> npt.NDArray[np.uint64]:
-    """So many random words of 64 bits, from block `counter` on."""
+    """Random words of 64 bits, from block `counter` on."""
     return np.frombuffer(keystream(key, counter, 8 * count), "<u8")

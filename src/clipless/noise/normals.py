@@ -1,8 +1,8 @@
 """Random bits to standard normal numbers in float64: the same numbers, bit for bit, on every machine.
 
-Box-Muller with polynomials for logarithm, sine and cosine, so that each step is an addition, a multiplication, a division
-or a square root, which all processors round alike. It is written down twice: here for numpy, and in native/noise.c, which
-does in one pass through the cache what takes sixty here.
+Box-Muller with polynomials for logarithm, sine and cosine, so that each step is an addition, a multiplication, a division or
+a square root, which all processors round in the same way. It is implemented twice: here for numpy, and in native/noise.c,
+which does in one pass through the cache what takes sixty here.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The noise source of a run: everything random that is released, or that the guarantee rests on, comes from it."""
+"""The noise source of a run: all randomness that is released, or that the guarantee depends on, comes from it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,10 +39,10 @@ class NoiseSource:
     ) -> list[Tensor]:
         """Each value plus normal noise of its standard deviation, rounded to a multiple of `grid(stddev)`, then divided.
 
-        The divisor is positive. Results are in the value's type, or float32 if that is finer, in fresh tensors: no memory
-        in which a value without noise has been. The values are left as they are. They use the numbers of the step's stream
-        one after the other, or, with ascending `places`, each from its place on: a shard of a value gets the noise that it
-        would get as a part of the whole.
+        The divisor is positive. Results are in the value's type, or float32 if that is finer, in fresh tensors, whose
+        memory has never held a value without noise. The values are left as they are. They use the numbers of the step's
+        stream one after the other, or, with ascending `places`, each from its place on: a shard of a value gets the noise
+        that it would get as a part of the whole.
         """
         sums, outs, fits = [], [], True
         for value, stddev in zip(values, stddevs, strict=True):
@@ -66,7 +66,7 @@ class NoiseSource:
         return outs
 
     def _brought_here(self, value: Tensor) -> Tensor:
-        """A value as noise is added to it in main memory; none of it if that is done on its own device."""
+        """The value in main memory, where noise is added; an empty tensor if that is done on the value's own device."""
         dtype = torch.promote_types(value.dtype, torch.float32)
         if self._on_device and not value.is_cpu:
             return torch.empty(0, dtype=dtype)
@@ -87,7 +87,7 @@ class NoiseSource:
 
     def vector(self, step: int, number: int, like: Sequence[Tensor]) -> list[Tensor]:
         """Standard normal numbers shaped like these tensors, on their devices: vector `number` of a step's projections. The
-        privacy analysis takes them as known to everybody."""
+        privacy analysis treats them as public."""
         key = self._keys.key("projection", step)
         own = keystream(key, number * KEY // 16, KEY)
         numbers = _normals(own, sum(map(Tensor.numel, like)))
@@ -109,7 +109,7 @@ class NoiseSource:
         self._keys.forget_draws(before)
 
     def renew(self, step: int, draw: int) -> None:
-        """Go on with other keys, which nobody knows, from that step and draw on."""
+        """Continue with new random keys from that step and draw on."""
         self._take(self._keys.renewed(step, draw))
 
     def erase(self) -> None:

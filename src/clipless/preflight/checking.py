@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.utils import _pytree as pytree
 
 from clipless import defaults, oracle
 from clipless.arguments import named
@@ -23,6 +21,7 @@ from clipless.plan import sensitivity
 from clipless.preflight.handling import HandledBy, observe_rules, registered
 from clipless.preflight.report import HALF_TOLERANCE, TOLERANCE, CheckReport, Handling
 from clipless.random_state import random_state_kept
+from clipless.torch_internals import AnyDropout, SpectralNorm, pytree
 
 MOST_RECORDS = 8
 
@@ -209,9 +208,9 @@ def _without_dropout(model: nn.Module) -> nn.Module:
     iteration of spectral norm stopped."""
     subject = copy.deepcopy(model)
     for module in subject.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, AnyDropout):
             module.p = 0.0
-        if isinstance(module, _SpectralNorm):
+        if isinstance(module, SpectralNorm):
             module.eval()
         rates = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
         vars(module).update(dict.fromkeys(rates, 0.0))

@@ -1,4 +1,4 @@
-"""Intervals for any score of predictions, by drawing the records again."""
+"""Intervals for any score of predictions, by resampling the records."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def bootstrap(
 ) -> Interval:
     """The basic bootstrap interval of `metric(probabilities, labels)`: 2·value − quantiles of resamples, within 0 … `most`.
 
-    Reflecting at the value takes away the bias that ECE has and that resampling adds once more. So the interval of a well
+    Reflecting at the value removes the bias of ECE, which resampling adds a second time. So the interval of a well
     calibrated model's ECE can lie below the value, which is then mostly bias. For MCE, a maximum, it is rough.
     """
     if not 0 < level < 1:

@@ -45,7 +45,7 @@ def diagram(
     _labelled(above, f"{title}: ECE {sorted_bins.ece():.3f}, MCE {sorted_bins.mce():.3f}", "", "accuracy")
     below.bar(height=sorted_bins.counts[full] / len(found), color="0.5", **bars)
     _labelled(below, "", "confidence", "share")
-    return _finished(figure, path, records, {"": (table, found)})
+    return _finish(figure, path, records, {"": (table, found)})
 
 
 def compare(
@@ -81,7 +81,7 @@ def compare(
     _labelled(
         true, "Probability of the true class", "probability of the true class", "share of records", "upper center"
     )
-    return _finished(figure, path, records, judged)
+    return _finish(figure, path, records, judged)
 
 
 def _figure(rows: int, size: tuple[float, float], columns: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -110,7 +110,7 @@ def _labelled(axes: Any, title: str, x: str, y: str, legend: str = "upper left")
         axes.legend(fontsize=8, frameon=False, loc=legend)
 
 
-def _finished(figure: Any, path: Path | str | None, records: str, runs: Mapping[str, tuple[Floats, Labels]]) -> Any:
+def _finish(figure: Any, path: Path | str | None, records: str, runs: Mapping[str, tuple[Floats, Labels]]) -> Any:
     counts = sorted({len(labels) for _, labels in runs.values()})
     sizes = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     origin = named("kind of records", records, ORIGINS).format(count=sizes)

@@ -1,4 +1,4 @@
-"""Scores of predicted probabilities, each a mean over the records given. Smaller is better, but for accuracy."""
+"""Scores of predicted probabilities, each a mean over the records given. Smaller is better, except for accuracy."""
 
 import math
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def bins_of(probabilities: Any, labels: Any, bins: int = 15, adaptive: bool = Fa
 def ece(probabilities: Any, labels: Any, bins: int = 15, adaptive: bool = False) -> float:
     """Expected calibration error: the mean over records of |accuracy − confidence| of the bin they are in.
 
-    It is biased upwards, as an absolute value of noise is not zero: `ece_when_calibrated` says by how much.
+    It is biased upwards, because the mean absolute value of noise is positive: `ece_when_calibrated` says by how much.
 
     >>> ece([[0.75, 0.25]] * 4, [0, 0, 0, 1]), ece([[1.0, 0.0]] * 4, [0, 0, 0, 1])
     (0.0, 0.25)
@@ -54,7 +54,7 @@ def ece(probabilities: Any, labels: Any, bins: int = 15, adaptive: bool = False)
 
 
 def mce(probabilities: Any, labels: Any, bins: int = 15, adaptive: bool = False) -> float:
-    """Maximum calibration error: the largest |accuracy − confidence| of a bin, be it a bin of one record."""
+    """Maximum calibration error: the largest |accuracy − confidence| of a bin, even one with a single record."""
     return bins_of(probabilities, labels, bins, adaptive).mce()
 
 

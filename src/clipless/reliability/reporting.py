@@ -1,4 +1,4 @@
-"""All scores of one run in a record that says which records they were computed on."""
+"""All scores of one run, together with which records they were computed on."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -56,7 +56,7 @@ class Reliability:
 def report(
     probabilities: Any, labels: Any, bins: int = 15, records: str = "test", resamples: int = 0, seed: int = 0
 ) -> Reliability:
-    """All scores at once; `resamples` draws give 95 % intervals. `records` is your word on what was given: test or train.
+    """All scores at once; `resamples` draws give 95 % intervals. `records` says which records were given: test or train.
 
     >>> print(report([[0.75, 0.25]] * 4, [0, 0, 0, 1]))
     accuracy 0.7500

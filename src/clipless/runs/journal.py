@@ -54,7 +54,7 @@ class Journal:
         try:
             part = write_part(path, lambda file: file.writelines(lines))
             try:
-                descriptor = _locked(part)
+                descriptor = _open_locked(part)
                 os.link(part, path)
             finally:
                 part.unlink()
@@ -75,7 +75,7 @@ class Journal:
                 f"the ledger {path} is missing, and without it what was spent after the checkpoint is unknown: put the "
                 "file back."
             )
-        descriptor = _locked(path)
+        descriptor = _open_locked(path)
         try:
             found = _without_zeros(read_ledger(path, torn=True), descriptor)
             if found.run != run:
@@ -114,7 +114,7 @@ class Journal:
             expected = self._pending[0]
             if fingerprint is None or (expected.event, expected.fingerprint) != (event, fingerprint):
                 raise ReplayDiffers(self._difference("releases something else than what"))
-            self._repeated()
+            self._skip_repeated()
             return False
         line, entry = entry_line(self.position + 1, self.head, event, fingerprint)
         if not line.startswith(self._torn):
@@ -127,7 +127,7 @@ class Journal:
     def give_up_pending(self, found: LedgerFile) -> None:
         """Leave recorded steps counted instead of repeating them; a torn line is replaced by a planned step."""
         while self._pending:
-            self._repeated()
+            self._skip_repeated()
         if self._torn:
             os.ftruncate(self._descriptor, os.lseek(self._descriptor, 0, os.SEEK_END) - len(self._torn))
             self._torn = b""
@@ -137,7 +137,7 @@ class Journal:
         """Release the file to other processes. Nothing can be recorded afterwards."""
         self._closed()
 
-    def _repeated(self) -> None:
+    def _skip_repeated(self) -> None:
         entry = self._pending.popleft()
         self._pending_steps -= isinstance(entry.event, StepEvent)
         self._advance(entry)
@@ -173,7 +173,7 @@ def _without_zeros(found: LedgerFile, descriptor: int) -> LedgerFile:
     return replace(found, torn=torn)
 
 
-def _locked(path: Path) -> int:
+def _open_locked(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
     if fcntl is not None:
         try:

@@ -7,6 +7,7 @@ which records a gradient may come from and can refuse any other.
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import torch
@@ -19,6 +20,9 @@ from clipless.noise import NoiseSource
 from clipless.noise.keys import erase
 from clipless.sampling.fetching import Collate, Fetcher
 from clipless.sampling.poisson import poisson_sample
+
+# The record numbers of a batch and its `most`, to those of its parts.
+Split = Callable[[Tensor, int], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -123,29 +127,34 @@ class PrivateLoader:
         raise Misuse("private.loader cannot be copied or pickled: a copy would draw the same batches. Iterate over it.")
 
     def __iter__(self) -> Iterator[Any]:
-        return (next(parts) for parts in self._pass(part_size=None))
+        return (next(parts) for parts in self._pass(_whole))
 
     def microbatches(self, size: int) -> "MicroBatches":
         """For each logical batch, an iterator over parts of at most `size` records: backward each, then step once."""
-        return MicroBatches(self, whole("the size of a micro-batch", size))
+        return MicroBatches(self, partial(_of_size, whole("the size of a micro-batch", size)))
+
+    def parts(self, count: int) -> "MicroBatches":
+        """For each logical batch, an iterator over exactly `count` parts of about equal size, some of which may be empty:
+        for loops that step after a fixed number of backward passes."""
+        return MicroBatches(self, partial(_so_many, whole("the number of parts", count)))
 
     def again(self) -> Any:
         """The last batch drawn, which has not been stepped, from its beginning: for use after an exception in the loop.
 
         The records are the same; sums accumulated for them are discarded.
         """
-        return next(self._again(part_size=None))
+        return next(self._again(_whole))
 
-    def _pass(self, part_size: int | None) -> Iterator[Iterator[Any]]:
+    def _pass(self, split: Split) -> Iterator[Iterator[Any]]:
         left = self._listener.steps_left()
         steps = self._steps_per_pass if left is None else min(self._steps_per_pass, left)
-        return self._batches(steps, part_size)
+        return self._batches(steps, split)
 
-    def _batches(self, steps: int, part_size: int | None) -> Iterator[Iterator[Any]]:
+    def _batches(self, steps: int, split: Split) -> Iterator[Iterator[Any]]:
         self._listener.refuse_unstepped()
         self._passes += 1
         number = self._passes
-        schedule = _Schedule(self._sampler, self.draws, steps, part_size)
+        schedule = _Schedule(self._sampler, self.draws, steps, split)
         fetched = self._fetch(schedule.filled(), self.draws)
         for _ in range(steps):
             batch, parts = schedule.next()
@@ -164,9 +173,9 @@ class PrivateLoader:
             for _ in filter(len, unfetched):
                 next(fetched)  # parts of a batch that was finished by `again`
 
-    def _again(self, part_size: int | None) -> Iterator[Any]:
+    def _again(self, split: Split) -> Iterator[Any]:
         self._listener.reopen_batch()
-        return self._announced(deque(_split(torch.cat(self._parts), part_size, self._most)), self._fetch.once)
+        return self._announced(deque(split(torch.cat(self._parts), self._most)), self._fetch.once)
 
     def _announced(self, parts: deque[Tensor], fetch: Callable[[Tensor], Any]) -> Iterator[Any]:
         """Each part's data, after its announcement. Only the newest iterator is valid: otherwise a part could be yielded
@@ -193,27 +202,27 @@ class PrivateLoader:
 class MicroBatches:
     """The passes of a loader, with each logical batch split into parts."""
 
-    def __init__(self, loader: PrivateLoader, size: int) -> None:
-        self._loader, self._size = loader, size
+    def __init__(self, loader: PrivateLoader, split: Split) -> None:
+        self._loader, self._split = loader, split
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Iterator[Any]]:
-        return self._loader._pass(self._size)
+        return self._loader._pass(self._split)
 
     def again(self) -> Iterator[Any]:
         """The parts of the last batch drawn, which has not been stepped, from its beginning."""
-        return self._loader._again(self._size)
+        return self._loader._again(self._split)
 
 
 class _Schedule:
     """The draws of one pass, each made once. Workers may fetch ahead of the training loop; both read the same draws, in
     order."""
 
-    def __init__(self, sampler: PoissonSampler, first: int, steps: int, part_size: int | None) -> None:
+    def __init__(self, sampler: PoissonSampler, first: int, steps: int, split: Split) -> None:
         self._draws = iter(range(first, first + steps))
-        self._sampler, self._part_size = sampler, part_size
+        self._sampler, self._split = sampler, split
         self._announcements: deque[tuple[Batch, list[Tensor]]] = deque()
         self._unfetched: deque[Tensor] = deque()
 
@@ -235,13 +244,25 @@ class _Schedule:
 
     def _draw(self, draw: int) -> None:
         batch, indices = self._sampler.batch(draw)
-        parts = _split(indices, self._part_size, batch.most)
+        parts = self._split(indices, batch.most)
         self._announcements.append((batch, parts))
         self._unfetched.extend(filter(len, parts))
 
 
-def _split(records: Tensor, part_size: int | None, most: int) -> list[Tensor]:
-    """Parts of at most `part_size` records, followed by empty ones up to the number of parts that `most` records have."""
-    size = part_size or max(1, len(records))
+def _whole(records: Tensor, most: int) -> list[Tensor]:
+    return [records]
+
+
+def _of_size(size: int, records: Tensor, most: int) -> list[Tensor]:
+    """Parts of at most `size` records, followed by empty ones up to the number of parts that `most` records have."""
     parts = list(records.split(size))
-    return parts if part_size is None else parts + [records[:0]] * (-(-most // size) - len(parts))
+    return parts + [records[:0]] * (-(-most // size) - len(parts))
+
+
+def part_size(split: Split) -> int | None:
+    """The size of the parts that a split gives, if it is a given one."""
+    return split.args[0] if isinstance(split, partial) and split.func is _of_size else None
+
+
+def _so_many(count: int, records: Tensor, most: int) -> list[Tensor]:
+    return list(records.tensor_split(count))

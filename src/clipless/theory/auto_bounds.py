@@ -169,11 +169,6 @@ def sgd_bound(steps: float, loss_gap: float, smoothness: float, xi: float, batch
     return steps**-0.25 * math.sqrt(2 * loss_gap * smoothness + xi * xi / batch)
 
 
-def log_log_slope(x: npt.ArrayLike, y: npt.ArrayLike) -> float:
-    """The slope of the line of least squares through log y against log x."""
-    return float(np.polyfit(np.log(np.asarray(x, float)), np.log(np.asarray(y, float)), 1)[0])
-
-
 def _least_over_ratios(at: Callable[[Floats], Floats], least: float, most: float) -> float:
     """The minimum over r on a logarithmic grid of 200 points, refined five times between the neighbours of the best."""
     grid = np.geomspace(least, most, 200)

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from clipless.arrays import Floats
 from clipless.errors import InvalidArgument
-from clipless.theory.rules import abadi
 
 
 def variance(threshold: npt.ArrayLike, noise_multiplier: float, dimension: float, batch: float) -> Floats:
@@ -52,13 +51,6 @@ def best_threshold(norms: Floats, noise_multiplier: float, dimension: float, bat
     candidates = np.cumsum(ordered) / (cost * len(ordered) + above)
     below = np.append(ordered[1:], 0.0)
     return float(candidates[np.flatnonzero(candidates >= below)[0]])
-
-
-def true_error(threshold: float, gradients: Floats, noise_multiplier: float, batch: float) -> float:
-    """The mean square distance of the private mean gradient of these rows from their mean: at most E(C)."""
-    norms = np.linalg.norm(gradients, axis=1)
-    cut = ((1 - abadi(norms, threshold))[:, None] * gradients).mean(0)
-    return float(variance(threshold, noise_multiplier, gradients.shape[1], batch) + cut @ cut)
 
 
 def convergence_bound(

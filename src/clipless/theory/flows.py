@@ -2,7 +2,8 @@
 
 Each optimizer is here twice: as an update with a step h, and as the differential equation that it approaches. `gradient` is
 any field, such as a sum of clipped gradients: privacy changes the field and not the optimizer, and its noise vanishes in the
-limit. How the optimizers' constants go with h is ours where the paper leaves it open; each docstring says it.
+limit. Where the paper does not say how the optimizers' constants depend on h, the choice is ours and stated in the
+docstring.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""AUTO figures 3 and 11: parameters at which the clipped gradient all but vanishes, far from the minimum.
+"""AUTO figures 3 and 11: parameters far from the minimum at which the clipped gradient is almost zero.
 
 Both problems have one parameter θ and their minimum at 0, up to sampling. With R below most gradients, Abadi and AUTO-V
 count records on either side instead of weighing them, so the sum is flat between the classes; AUTO-S is not.
@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 
 from clipless.arrays import Floats
 from clipless.errors import InvalidArgument
-from clipless.theory.rules import ArrayRule, abadi, auto_s, auto_v, no_clipping
+from clipless.theory.rules import ArrayRule, abadi, auto_s, auto_v
 
 FARTHEST = 30.0
 
@@ -21,7 +21,7 @@ FARTHEST = 30.0
 class LogisticBias:
     """log(1 + exp(−y(θ + x))) with x ~ N(y, 1): the bias of a logistic regression whose weight is 1.
 
-    Which side a record pulls to is its label, whatever θ: with as many of either label AUTO-V's sum is zero everywhere.
+    The label of a record alone decides the sign of its gradient, so with balanced labels AUTO-V's sum is zero everywhere.
     The paper does not print the loss; this one has the region [-2, 2] that it names.
     """
 
@@ -69,11 +69,6 @@ def clipped_mean(problem: ScalarProblem, rule: ArrayRule, theta: float, threshol
     """The mean of c_i g_i at θ, in units of R: between −1 and 1 whatever the rule."""
     gradients = problem.gradients(theta)
     return float((rule(np.abs(gradients), threshold) * gradients).mean() / threshold)
-
-
-def plain_mean(problem: ScalarProblem, theta: float) -> float:
-    """The mean gradient at θ without clipping."""
-    return clipped_mean(problem, no_clipping, theta, 1.0)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ over a fixed time goes to zero with the step. The loss changes at the rate −e�
 
 - Theorem 2, local flat clipping: K has positive eigenvalues but eᵀKe can be negative, so the loss can grow for a while.
   Layer by layer not even the eigenvalues need be positive, and a stationary point of non-zero loss exists.
-- Theorem 4, global clipping with nobody above the cutoff: K = (R/Z)H is positive definite and the loss falls all the way.
+- Theorem 4, global clipping with no record above the cutoff: K = (R/Z)H is positive definite and the loss always falls.
   A dropped record makes K singular.
 """
 
@@ -151,7 +151,7 @@ def growing_loss() -> Example:
 def stationary_point() -> Example:
     """Two layers, clipped one by one by Abadi's rule, at which Σ H_r C_r e = 0 though e = (4, 1, 1) and the loss is 9.
 
-    Layer 1 clips everybody to ¾, so C₁e = (¾, ¾, ¾) and H₁C₁e = ¾x with x = (−3/5, 7/10, 7/10). Layer 2 clips nobody:
+    Layer 1 clips all records to ¾, so C₁e = (¾, ¾, ¾) and H₁C₁e = ¾x with x = (−3/5, 7/10, 7/10). Layer 2 clips none:
     H₂ = ¾xxᵀ + I − eeᵀ/18 is positive definite, and H₂e = −¾x. Near this point the flow is ė = −¾x − H₂e, which comes
     back to it. The example is ours.
     """

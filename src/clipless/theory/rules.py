@@ -30,11 +30,6 @@ def global_(cutoff: float) -> ArrayRule:
     return lambda norms, threshold: np.where(np.asarray(norms) <= cutoff, threshold / cutoff, 0.0)
 
 
-def no_clipping(norms: Floats, threshold: float) -> Floats:
-    """1: every gradient as it is."""
-    return np.ones(np.shape(norms))
-
-
 def named_rules(gamma: float = 0.01, cutoff: float = 1.0) -> dict[str, ArrayRule]:
     """The four rules by the names that `clipping=` takes."""
     return {"abadi": abadi, "auto-v": auto_v, "auto-s": auto_s(gamma), "global": global_(cutoff)}

@@ -14,9 +14,9 @@ from clipless.thresholds.policy import Fixed, Setting, State, shared_out
 
 @dataclass(frozen=True)
 class Constant(Fixed):
-    """One threshold R for the whole gradient, shared out as R/√G over G groups, or one threshold for each group.
+    """One threshold R for the whole gradient, divided as R/√G over G groups, or one threshold for each group.
 
-    Either way the sensitivity is the length of the threshold vector; with a single R it is R, however many groups.
+    Either way the sensitivity is the length of the threshold vector; with a single R it is R for any number of groups.
 
     >>> Constant(2.0).thresholds(Constant(2.0).init(Setting(groups=4))).flatten()
     tensor([1., 1., 1., 1.])

@@ -19,8 +19,9 @@ class DCE(Histogram):
     """Minimizes E(C) = noise + bias over candidates 0.1C … 2C, and again around the best one if it is the first or the last.
 
     Negative bins count as zero in E. The range doubles when half of the norms are in the last bin and halves when almost
-    none are in its upper half. This uses the bins as released: cut at zero, their noise would look like norms, and a
-    range that starts too wide would stay too wide. A histogram whose noised sum is not positive changes nothing.
+    none are in its upper half. This uses the bins as released: if negative bins were set to zero, noise would look like
+    norms, and a range that starts too wide would stay too wide. A histogram whose noised sum is not positive changes
+    nothing.
     """
 
     def init(self, setting: Setting) -> State:

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from clipless.thresholds.policy import State
 
-# So many steps are kept. When there are more, every second one is dropped, and from then on every second step is noted; the
-# next time every fourth, and so on. So memory does not grow with the number of steps.
+# The most steps that are kept. When there are more, every second one is dropped, and from then on only every second step is
+# added; the next time every fourth, and so on. So memory does not grow with the number of steps.
 LENGTH = 4096
 
 
 class History:
     """The policy's state and the noised statistic after each step: after every step of a run of at most LENGTH, else after
-    steps that are evenly spaced. What a step does not have, because its policy is another, is NaN."""
+    steps that are evenly spaced. A value that a step's policy does not have is NaN."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Tensor] = {}

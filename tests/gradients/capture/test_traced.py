@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 import clipless
 from clipless import oracle
 from clipless.clipping import CLIPPINGS
-from clipless.gradients.capture.crossing import reduced
+from clipless.gradients.capture.known_operations import reduced
 from clipless.preflight import relative_error
 from problems import losses
 from self_checking import MODES, self_checked

@@ -265,7 +265,7 @@ def test_a_report_says_that_norms_were_estimated(tmp_path: Path) -> None:
 
 
 def test_secure_noise_gives_other_vectors_in_every_run() -> None:
-    one, two = (run(seed=None).private._vector(0, [torch.zeros(5)])[0] for _ in range(2))
+    one, two = (run(seed=None).private._source.vector(0, 0, [torch.zeros(5)])[0] for _ in range(2))
     assert not torch.equal(one, two)
 
 

@@ -55,9 +55,10 @@ def batch_of(lengths: list[int]) -> tuple[tuple[Tensor, Tensor], Tensor]:
 LENGTHS = [[], [4], [2, 5], [1, 6, 3, 3, 5, 2, 4], [1, 1, 1]]
 
 
-@pytest.mark.parametrize("total", [False, True], ids=["longest", "total-length"])
+@pytest.mark.parametrize(
+    ("groups", "total"), [("flat", False), ("per-layer", True)], ids=["flat-longest", "per-layer-total-length"]
+)
 @pytest.mark.parametrize("enforce_sorted", [False, True], ids=["unsorted", "sorted"])
-@pytest.mark.parametrize("groups", ["flat", "per-layer"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_packed_sequences_agree_with_the_oracle(

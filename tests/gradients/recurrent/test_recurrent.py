@@ -158,7 +158,7 @@ def test_engine_agrees_with_oracle(problem: Problem, clipping: str, groups: str)
 @pytest.mark.parametrize("per_record", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_a_run_finds_no_fault_with_it(problem: Problem, per_record: bool) -> None:
-    for records in (1, 2, 7):
+    for records in (2, 7):
         assert self_checked(problem.model(), losses, problem.batch(records), records, per_record)
 
 

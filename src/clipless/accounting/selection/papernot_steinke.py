@@ -8,10 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-import dp_accounting
 import numpy as np
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
-from dp_accounting.rdp import RdpAccountant
 from numpy.typing import NDArray
 
 from clipless import arguments
@@ -116,10 +113,10 @@ class PapernotSteinke:
         converging = np.isfinite(divergences(kind, orders))
         if not converging.any():
             return math.inf, orders[0]
-        accountant = RdpAccountant(np.compress(converging, orders))
-        accountant.compose(RepeatAndSelectDpEvent(_event(kind, surcharge), self.mean, self.shape))
-        epsilon, order = accountant.get_epsilon_and_optimal_order(delta)
-        return (math.inf if math.isnan(epsilon) else float(epsilon)), float(order)
+        # dp-accounting, which it uses, is slow to import.
+        from clipless.accounting.selection.repeat_and_select import epsilon_and_order
+
+        return epsilon_and_order(kind, surcharge, self.repetitions, np.compress(converging, orders), delta)
 
     def run_budget(self, run: Run, delta: float, accountant: str = "pld") -> tuple[float, float]:
         return accountant_named(guarantee(accountant)).epsilon(run, delta), delta
@@ -153,16 +150,6 @@ def divergences(kind: tuple[Release, ...], orders: Sequence[float]) -> NDArray[n
     return np.nan_to_num(np.array(totals, dtype=np.float64), nan=math.inf)
 
 
-def _event(kind: tuple[Release, ...], surcharge: float) -> dp_accounting.DpEvent:
-    steps = sum(release.steps for release in kind)
-    if any(release.projections for release in kind):
-        return dp_accounting.NonPrivateDpEvent()
-    return dp_accounting.ComposedDpEvent(
-        [dp_accounting.SelfComposedDpEvent(sampled_gaussian(r.sample_rate, r.noise_multiplier), r.steps) for r in kind]
-        + [dp_accounting.ZCDpEvent(rho=0.0, xi=ROUNDING * steps + surcharge)]
-    )
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress the warnings of dp-accounting's accountant about orders that it leaves out."""
@@ -177,14 +164,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.removeFilter(keep)
-
-
-def sampled_gaussian(sample_rate: float, noise_multiplier: float) -> dp_accounting.DpEvent:
-    """A Gaussian release on a Poisson batch, as an event of dp-accounting: not private without noise, nothing with infinite
-    noise."""
-    if noise_multiplier == 0:
-        return dp_accounting.NonPrivateDpEvent()
-    if noise_multiplier == math.inf:
-        return dp_accounting.NoOpDpEvent()
-    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
-    return gaussian if sample_rate == 1 else dp_accounting.PoissonSampledDpEvent(sample_rate, gaussian)

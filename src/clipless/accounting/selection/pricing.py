@@ -102,7 +102,7 @@ def total(
     accountant: str = defaults.ACCOUNTANT,
     coverage: float | None = None,
 ) -> float:
-    """The epsilon of choosing the best among runs that are alike, with this noise.
+    """The epsilon of choosing the best among identical runs with this noise.
 
     >>> round(total("grid", 2.0, 1e-5, candidates=4, sample_rate=0.01, steps=250), 2)
     0.62

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from scipy import optimize
-
 from clipless import arguments
 from clipless.errors import InvalidArgument
 
@@ -47,7 +45,9 @@ class Repetitions:
         low, high = math.log(1e-300), -1e-12
         if self._excess(high) > 0:
             return 1.0
-        return math.exp(float(optimize.brentq(self._excess, low, high, xtol=1e-14, rtol=1e-14)))
+        from scipy.optimize import brentq  # slow to import, and needed for tuning alone
+
+        return math.exp(float(brentq(self._excess, low, high, xtol=1e-14, rtol=1e-14)))
 
     def _excess(self, log_halting: float) -> float:
         """Logarithm of (the mean at this γ / the wanted mean)."""
@@ -129,4 +129,6 @@ def covering(candidates: int, coverage: float, shape: float) -> Repetitions:
             f"a coverage of {coverage:g} of {candidates} candidates needs more than {LARGEST_MEAN:g} runs with shape "
             f"{shape:g}: take shape 1, a smaller coverage or a smaller grid."
         )
-    return Repetitions(math.exp(float(optimize.brentq(lacking, 0.0, high, xtol=1e-12))), shape)
+    from scipy.optimize import brentq
+
+    return Repetitions(math.exp(float(brentq(lacking, 0.0, high, xtol=1e-12))), shape)

@@ -1,7 +1,7 @@
 """What each compiled function gains: the time of a step with it switched off over the time with it.
 
 Both take their steps in turn, on the same model with the same weights. A function that gains less than `WORTH` on every
-model has not earned its place.
+model is not worth keeping.
 """
 
 import json
@@ -74,7 +74,7 @@ def _nothing(module: object) -> Callable[[], AbstractContextManager[Any]]:
 
 @contextmanager
 def _rows_without(**changes: Callable[..., Any]) -> Iterator[None]:
-    """One of the functions of rows.c takes nothing; the others go on."""
+    """One of the functions of rows.c is switched off; the others stay on."""
     fast = rows.compiled()
     fewer = fast._replace(**changes) if fast else None
 
@@ -108,7 +108,7 @@ SWITCHES: Mapping[str, Switch] = {
 }
 
 
-def measured(name: str, model: str, rounds: int, tiny: bool = False) -> Gain:
+def measure_gain(name: str, model: str, rounds: int, tiny: bool = False) -> Gain:
     """The gain of a function on a model, drawing included."""
     runner, switched = _runner(model, TINY_PROBLEMS if tiny else PROBLEMS), ExitStack()
 

@@ -1,4 +1,5 @@
-"""A data set of any size that is nowhere: its records are computed from their numbers. And steps on it, drawing included."""
+"""A data set of any size that takes no memory, because its records are computed from their numbers; and steps on it, drawing
+included."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,7 +40,7 @@ class MadeUp(Dataset[InputsAndLabels]):
 
 
 def collate(records: Any) -> Any:
-    """A batch stays what it is; records become one."""
+    """A batch is returned unchanged; records are stacked into one."""
     return records if isinstance(records, tuple) else default_collate(records)
 
 

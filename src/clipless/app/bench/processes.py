@@ -1,6 +1,7 @@
 """A private step of several processes against plain `DistributedDataParallel` and plain FSDP2, and all against one process.
 
-Every world is made of fresh processes of one thread each, `python -m clipless.app.bench.processes REQUEST`, joined by gloo.
+Every world is made of fresh processes of one thread each, `python -m clipless.app.bench.processes REQUEST`, joined by gloo,
+each on a core of its own.
 The same batch is divided over the ranks, so a world of two that takes half as long has twice the throughput.
 """
 
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -141,23 +143,29 @@ def _answers(
     with tempfile.TemporaryDirectory() as folder:
         request = json.dumps(asdict(Request(model, processes, ways, rounds, tiny, folder)))
         alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", __name__, request, str(rank)],
-                env=alone | {"OMP_NUM_THREADS": "1"} | dict(settings),
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(processes)
-        ]
-        errors = []
+        ranks = []
+        for rank in range(processes):
+            with open(Path(folder, f"{rank}.txt"), "w") as errors:
+                command = [sys.executable, "-m", __name__, request, str(rank)]
+                environment = alone | {"OMP_NUM_THREADS": "1"} | dict(settings)
+                ranks.append(subprocess.Popen(command, env=environment, stderr=errors))
         try:
-            errors = [process.communicate(timeout=SECONDS)[1] for process in ranks]
+            until = time.monotonic() + SECONDS
+            while any(process.poll() is None for process in ranks) and time.monotonic() < until:
+                if any(process.returncode for process in ranks):
+                    break  # the others would wait for it
+                time.sleep(0.2)
         finally:
+            failed = [rank for rank, process in enumerate(ranks) if process.poll() != 0]
+            failed.sort(key=lambda rank: ranks[rank].returncode is not None)  # last what ended by itself
             for process in ranks:
                 process.kill()
-        if any(process.returncode for process in ranks):
-            raise Misuse(f"a rank of {model} failed: {errors[0].strip().splitlines()[-1:]}. Run it alone to see why.")
+                process.wait()
+        if failed:
+            said = "".join(Path(folder, f"{rank}.txt").read_text() for rank in failed).strip().splitlines()[-1:]
+            raise Misuse(
+                f"a rank of {model} failed or took too long: {''.join(said)}. Run this model alone to see why."
+            )
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
 
 
@@ -191,6 +199,9 @@ def _sharded(model: nn.Module) -> nn.Module:
 
 def main(request: Request, rank: int) -> None:
     """One rank: take the steps, and write down how long they took and the peak of memory."""
+    if sys.platform == "linux":  # or two of them may share a core while another one idles
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     memory.import_all()
     folder = Path(request.folder)

@@ -55,7 +55,7 @@ WORKLOADS = tuple(
 
 def state_bytes(workload: Workload, devices: int, form: str) -> float:
     """Parameters, released gradient, two moments of Adam and the clipped sum that one device holds; of a sharded model also
-    the block that is together, and the whole sum of one parameter.
+    the gathered block, and the whole sum of one parameter.
 
     >>> state_bytes(Workload("", 1e9, 1e9), 8, "data parallel") / 1e9
     20.0
@@ -67,8 +67,8 @@ def state_bytes(workload: Workload, devices: int, form: str) -> float:
 
 
 def checked_bytes(workload: Workload, devices: int, form: str) -> float:
-    """The same in a step that checks itself: a copy of the parameters and two unclipped sums besides. A sharded model is put
-    together for that."""
+    """The same in a step that checks itself: a copy of the parameters and two unclipped sums besides. A sharded model is
+    gathered for that."""
     extra = NUMBER * (workload.parameters + 2 * workload.trained)
     if form == FORMS[0]:
         return state_bytes(workload, devices, form) + extra

@@ -1,6 +1,6 @@
 """Where results are kept: a folder for each machine, and in it a file with and one without the variables of the allocator.
 
-glibc reads the variables when a process starts, so whoever wants the others measures in a new process.
+glibc reads the variables when a process starts, so other settings need a new process.
 """
 
 import os

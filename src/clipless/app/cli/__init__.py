@@ -48,7 +48,7 @@ COMMANDS = {
         "clipless bench --models mlp,cnn --rounds 20 --no-opacus --scaling none",
     ),
     "tune": CommandEntry(
-        "Train a grid of candidates, choose the best by test accuracy, and release it under one total (epsilon, delta).",
+        "Train a grid of candidates, choose the best by its test, and release it under one total (epsilon, delta).",
         "clipless tune --try lr=0.05,0.1,0.2 --try clipping=auto-s,dc-e --epsilon 3",
     ),
     "compare": CommandEntry(
@@ -60,8 +60,8 @@ COMMANDS = {
         "clipless report --html report.html runs/digits-mlp-auto-s",
     ),
     "reproduce": CommandEntry(
-        "Make a paper's figures and tables again, beside the published numbers, into one folder.",
-        "clipless reproduce auto-fashion --quick",
+        "Reproduce a paper's figures and tables beside the published numbers, in one folder.",
+        "clipless reproduce --quick auto-fashion",
     ),
 }
 
@@ -71,10 +71,10 @@ class _LazyCommands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, placeholder, rest = super().resolve_command(ctx, args)
-        return name, placeholder and _loaded(placeholder.name or ""), rest
+        return name, placeholder and _load_command(placeholder.name or ""), rest
 
 
-def _loaded(name: str) -> Any:
+def _load_command(name: str) -> Any:
     function = getattr(importlib.import_module(f"{__name__}.{name}"), name)
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
     alone.command(name, epilog=f"Example:  {COMMANDS[name].example}")(function)

@@ -19,11 +19,11 @@ from clipless.app.cli._progress import PERCENT, progress_bar
 from clipless.app.progress import OnProgress
 
 
-def measured(settings: BenchSettings, out: Path, *, malloc: bool, visible: bool) -> Path:
-    """The file that the result went to. Ends with the exit code of the other process if that failed."""
+def measure_to_file(settings: BenchSettings, out: Path, *, malloc: bool, visible: bool) -> Path:
+    """Measure, and return the file that the result went to. Ends with the exit code of the other process if that failed."""
     wanted = store.environment(malloc)
     if wanted == dict(os.environ):
-        return measured_here(settings, out, visible)
+        return measure_here(settings, out, visible)
     request = json.dumps({"settings": asdict(settings), "out": str(out), "visible": visible})
     done = subprocess.run([sys.executable, "-m", __name__, request], env=wanted, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -31,7 +31,7 @@ def measured(settings: BenchSettings, out: Path, *, malloc: bool, visible: bool)
     return Path(done.stdout.splitlines()[-1])
 
 
-def measured_here(settings: BenchSettings, out: Path, visible: bool) -> Path:
+def measure_here(settings: BenchSettings, out: Path, visible: bool) -> Path:
     with _progress(visible=visible) as report:
         result = run(settings, report, keep=lambda so_far: store.keep(so_far, out))
     return store.place(result, out)
@@ -48,7 +48,7 @@ def main(request: str) -> None:
     asked = json.loads(request)
     settings = asked["settings"].items()
     values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in settings}
-    sys.stdout.write(f"{measured_here(BenchSettings(**values), Path(asked['out']), asked['visible'])}\n")
+    sys.stdout.write(f"{measure_here(BenchSettings(**values), Path(asked['out']), asked['visible'])}\n")
 
 
 if __name__ == "__main__":

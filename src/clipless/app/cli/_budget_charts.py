@@ -11,13 +11,13 @@ from clipless.app.cli._progress import progress_bar
 STEM = "budget"
 
 
-def drawn(budget: Budget, path: Path, *, visible: bool) -> dict[str, Any]:
+def draw_charts(budget: Budget, path: Path, *, visible: bool) -> dict[str, Any]:
     """Draw the charts of a budget, with a progress bar on stderr. Returns the data of the curves and the files written."""
     folder = path.suffix == ""
     if not folder:
         drawing.drawable(path)
     figure()  # raises before the work if matplotlib is missing
-    found = _computed(budget, visible)
+    found = _compute_curves(budget, visible)
     written = _one_each(found, path) if folder else [_all_in_one(found, path)]
     data = {name: drawing.plain(chart.to_dict()) for name, chart in found.items()}
     beside = path / f"{STEM}.json" if folder else path.with_suffix(".json")
@@ -25,7 +25,7 @@ def drawn(budget: Budget, path: Path, *, visible: bool) -> dict[str, Any]:
     return {"curves": data, "drawn": [str(file) for file in (*written, beside)]}
 
 
-def _computed(budget: Budget, visible: bool) -> dict[str, Chart]:
+def _compute_curves(budget: Budget, visible: bool) -> dict[str, Chart]:
     numbers = sum(budget.points().values())
     with progress_bar("{task.completed}/{task.total} numbers", visible=visible, on_terminal_only=True) as bar:
         task = bar.add_task("computing curves", total=numbers)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from clipless.accounting import ACCOUNTANTS
 from clipless.app import charts
 from clipless.app import data as data_sets
 from clipless.app.auditing import GAMES, Audit, AuditSettings, OnGame
@@ -35,8 +36,8 @@ from clipless.errors import InvalidArgument
 _DEFAULTS, _HOW = TrainingSettings(), AuditSettings()
 COST = (
     "The audit trained copies of this configuration. Canaries are synthetic, and every number above is about them: nothing "
-    "was computed of a real record. Real records were trained on, so publish no model of an audit, and use its seed for "
-    "nothing else."
+    "was computed from real records. But real records were trained on, so do not publish a model from an audit, and do not "
+    "reuse its seed."
 )
 
 
@@ -67,8 +68,8 @@ def audit(
 ) -> None:
     """Attack a training configuration and compare the epsilon that the attacks prove with the one that is claimed.
 
-    Takes the arguments of train. Exit code 1: a lower bound exceeds the claim, or the noise is not what it is said to be.
-    A sound configuration ends so with a probability of at most 1 - confidence.
+    Takes the arguments of train. Exit code 1: a lower bound exceeds the claim, or the noise is not as claimed.
+    A sound configuration fails with a probability of at most 1 - confidence.
     """
     settings = TrainingSettings(
         model, clipping, epsilon, delta, epochs, batch_size, optimizer, lr, seed, accountant, noise
@@ -81,7 +82,7 @@ def audit(
     records = data_sets.load(data)
     with _bars(f"{records.name} {model} {clipping}", visible=not as_json) as report:
         found = run_audit(records, settings, how, report)
-    record = _plain(found.to_dict())
+    record = _plain(found.to_dict()) | {"note": note_on(found)}
     if out is not None:
         _write(out, record)
     if draw is not None:
@@ -121,7 +122,20 @@ def _show(found: Audit) -> None:
     rows["verdict"] = "the claim is refuted" if found.failed else "nothing speaks against the claim"
     rows["time"] = f"{found.seconds:.1f} s"
     _output.show_table("Audit", rows)
+    if (note := note_on(found)) is not None:
+        _output.show_note(note)
     _output.show_note(COST)
+
+
+def note_on(found: Audit) -> str | None:
+    """What to do next where the claim itself may be at fault, and not the training."""
+    accountant = found.settings.accountant
+    if not (found.exceeded and ACCOUNTANTS[accountant].approximation):
+        return None
+    return (
+        f"{accountant} is an approximation that can state too little: the claim may be false although the training "
+        "is sound. Audit with --accountant pld."
+    )
 
 
 def _draw(found: Audit, path: Path) -> None:
@@ -140,7 +154,7 @@ def _finite(bound: float, claim: float) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Infinite bounds, which JSON has not, as "inf"."""
+    """Infinite bounds, which JSON does not have, as "inf"."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -15,7 +15,7 @@ from clipless.app.bench.run import BenchSettings
 from clipless.app.bench.scaling import AXES
 from clipless.app.bench.ways import CLIPLESS, chosen, listed
 from clipless.app.cli import _output
-from clipless.app.cli._bench_process import measured
+from clipless.app.cli._bench_process import measure_to_file
 from clipless.app.cli._bench_ranks import bench_processes
 from clipless.app.cli._options import JsonOption
 from clipless.arguments import unknown_name
@@ -109,10 +109,10 @@ def bench(
             scaling_rounds=(times + 1) // 2,
             tiny=quick,
         ).checked()
-        folder, found = place, _measured(settings, place, malloc, visible=not as_json)
+        folder, found = place, _measure(settings, place, malloc, visible=not as_json)
     else:
         found, folder = store.load(stored), stored
-    written = [*(found if stored is None else ()), *_drawn(found, out if stored else None)]
+    written = [*(found if stored is None else ()), *_draw_charts(found, out if stored else None)]
     if page is not None:
         readme.write(list(store.load(folder).values()), page)
     if as_json:
@@ -124,16 +124,16 @@ def bench(
         raise typer.Exit(1)
 
 
-def _measured(settings: BenchSettings, folder: Path, malloc: str, visible: bool) -> dict[Path, BenchResult]:
+def _measure(settings: BenchSettings, folder: Path, malloc: str, visible: bool) -> dict[Path, BenchResult]:
     """The results, by file."""
     if malloc not in MALLOC:
         raise unknown_name("value of --malloc", malloc, MALLOC)
     RunFolder(folder).check_writable()
-    files = [measured(settings, folder, malloc=each, visible=visible) for each in MALLOC[malloc]]
+    files = [measure_to_file(settings, folder, malloc=each, visible=visible) for each in MALLOC[malloc]]
     return {file: results.load(file) for file in files}
 
 
-def _drawn(found: Mapping[Path, BenchResult], out: Path | None) -> list[Path]:
+def _draw_charts(found: Mapping[Path, BenchResult], out: Path | None) -> list[Path]:
     """Charts of every result, beside its file or in the machine's folder of `out`."""
     files: list[Path] = []
     for path, result in found.items():

@@ -10,7 +10,7 @@ from clipless import accounting, arguments, defaults
 from clipless.accounting import APPROXIMATION_NOTE
 from clipless.app.charts.budget import Budget
 from clipless.app.cli import _output
-from clipless.app.cli._budget_charts import drawn
+from clipless.app.cli._budget_charts import draw_charts
 from clipless.app.cli._options import AccountantOption, JsonOption
 from clipless.app.cli.report import show_ledger
 from clipless.errors import InvalidArgument
@@ -69,7 +69,7 @@ def budget(
     asked = Budget(noise, rate, count, failure, accountant)
     answer = _answer(asked, dataset_size)
     if draw is not None:
-        answer |= drawn(asked, draw, visible=not as_json)
+        answer |= draw_charts(asked, draw, visible=not as_json)
     if as_json:
         _output.show_json(answer)
     else:

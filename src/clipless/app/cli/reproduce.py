@@ -1,4 +1,4 @@
-"""`clipless reproduce`: figures and tables of the papers, made again."""
+"""`clipless reproduce`: figures and tables of the papers, reproduced."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +32,9 @@ def reproduce(
         Path | None, typer.Option(help="Folder for runs, table and figures. Default: runs/reproduce/ID.")
     ] = None,
     kind: Annotated[str, typer.Option("--format", help="Kind of the pictures: png or svg.")] = "png",
+    stored: Annotated[
+        bool, typer.Option("--stored", help="Train nothing: table and figures of the runs that are stored in --out.")
+    ] = False,
     store: Annotated[Path | None, typer.Option(help="Folder in which the results are kept as ID.json.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write this page of all results in --store, and stop.")] = None,
     readme: Annotated[
@@ -39,7 +42,7 @@ def reproduce(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a paper's figures and tables again, beside the published numbers, into one folder.
+    """Reproduce a paper's figures and tables beside the published numbers, in one folder.
 
     Runs are stored as they end: the same command goes on where it was interrupted. Nothing is downloaded; a missing data
     set is named, with how to get it.
@@ -57,7 +60,7 @@ def reproduce(
     folder = out or Path("runs/reproduce") / (f"{name}-quick" if quick else name)
     RunFolder(folder).check_writable()
     with _progress(visible=not as_json) as report:
-        result = reproduction.run(ReproductionRequest(folder, kind, report, seeds, quick, workers, data_dir))
+        result = reproduction.run(ReproductionRequest(folder, kind, report, seeds, quick, workers, data_dir, stored))
     if store is not None and not quick and (folder / "results.json").exists():
         store.mkdir(parents=True, exist_ok=True)
         copyfile(folder / "results.json", store / f"{name}.json")

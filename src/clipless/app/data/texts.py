@@ -70,8 +70,8 @@ def names(data_dir: str | Path | None = None) -> Data:
     labels = np.array([LANGUAGES.index(language) for _, language in pairs])
     order = np.random.default_rng(SPLIT_SEED).permutation(len(pairs))
     test, train = np.split(order, [round(NAMES_TEST_SHARE * len(pairs))])
-    parts = ((tokens[rows], labels[rows]) for rows in (train, test))
-    return make_texts("names", *parts, classes=len(LANGUAGES), vocabulary=len(ALPHABET) + 1)
+    first, rest = ((tokens[rows], labels[rows]) for rows in (train, test))
+    return make_texts("names", first, rest, classes=len(LANGUAGES), vocabulary=len(ALPHABET) + 1)
 
 
 def sst2(data_dir: str | Path | None = None) -> Data:
@@ -104,7 +104,7 @@ def e2e(data_dir: str | Path | None = None) -> Data:
     """E2E: a restaurant's attributes and a sentence about it, byte by byte; the loss counts the sentence only."""
     parts = []
     for path in find(E2E, ("trainset.csv", "testset_w_refs.csv"), data_dir):
-        rows = list(csv.DictReader(io.StringIO(text(path), newline="")))
+        rows = list(csv.DictReader(io.StringIO(_whole(E2E, path), newline="")))
         if not rows or {"mr", "ref"} - set(rows[0]):
             raise InvalidArgument(f"{path} has no columns mr and ref. {E2E.remedy}")
         made = [next_bytes(row["mr"] or "", row["ref"] or "", E2E_LENGTH) for row in rows]
@@ -146,6 +146,14 @@ def next_bytes(given: str, wanted: str, length: int) -> tuple[list[int], list[in
     return tokens[:-1] + [PADDING] * fill, following + [IGNORED] * fill
 
 
+def _whole(source: Source, path: Path) -> str:
+    """The text of a file whose last line is complete."""
+    content = text(path)
+    if not content.endswith("\n"):
+        raise InvalidArgument(f"{path} ends within a line: it is cut short. {source.remedy}")
+    return content
+
+
 def _hash(word: str) -> int:
     return 1 + zlib.crc32(word.encode()) % (BUCKETS - 1)
 
@@ -162,7 +170,7 @@ def _glue(columns: Sequence[str], label: str, labels: Sequence[str], left_out: S
     """A reader of tab-separated files with a header: the texts of `columns` and the place of the label in `labels`."""
 
     def read(source: Source, path: Path) -> list[tuple[tuple[str, ...], int]]:
-        header, *lines = text(path).split("\n")
+        header, *lines = _whole(source, path).split("\n")
         names = header.rstrip("\r").split("\t")
         if missing := [name for name in (*columns, label) if name not in names]:
             raise InvalidArgument(f"{path} has no column {missing[0]}. {source.remedy}")

@@ -52,13 +52,13 @@ def build(name: str, shape: tuple[int, ...], classes: int, vocabulary: int | Non
         raise unknown_name("model", name, [*known, "package.module:factory"])
     if name in TEXT_MODELS and vocabulary:
         return TEXT_MODELS[name](shape, classes, vocabulary)
-    model = (_imported(name) if ":" in name else MODELS[name])(shape, classes)
+    model = (_import_factory(name) if ":" in name else MODELS[name])(shape, classes)
     if not isinstance(model, nn.Module):
         raise InvalidType(f"{name!r} returned {type(model).__name__}. Return an nn.Module from (shape, classes).")
     return model
 
 
-def _imported(path: str) -> Factory:
+def _import_factory(path: str) -> Factory:
     module, _, attribute = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""`clipless reproduce`: what the papers show, made again. `REPRODUCTIONS` finds each by its id.
+"""`clipless reproduce`: the papers' figures, reproduced. `REPRODUCTIONS` finds each by its id.
 
 To add an experiment, write a TOML file in `configurations`. For anything else write a function
 `ReproductionRequest -> ReproductionResult` and register it here with a line on what it is.
@@ -15,7 +15,8 @@ from clipless.app.reproduce.result import ReproductionResult
 @dataclass(frozen=True)
 class ReproductionRequest:
     """What is asked for: the folder to write to, the kind of pictures, whom to report progress to, and for experiments the
-    number of seeds (None: the experiment's), whether a quick one is enough, runs at a time, and the folder of the data."""
+    number of seeds (None: the experiment's), whether a quick one is enough, runs at a time, the folder of the data, and
+    whether only what is stored is shown, with nothing trained."""
 
     folder: Path
     kind: str
@@ -24,6 +25,7 @@ class ReproductionRequest:
     quick: bool = False
     workers: int = 1
     data_dir: str | None = None
+    stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,11 @@ def _experiment(name: str) -> Callable[[ReproductionRequest], ReproductionResult
         from clipless.app.reproduce import experiment
         from clipless.app.reproduce.configuration import configuration
 
-        whole = configuration(name)
+        whole = configuration(name).quickly() if request.quick else configuration(name)
+        if request.stored:
+            return experiment.written(whole, request.folder, request.kind, request.seeds)
         return experiment.run(
-            whole.quickly() if request.quick else whole,
+            whole,
             request.folder,
             request.kind,
             request.on_progress,

@@ -1,8 +1,9 @@
 """Running an experiment's grid: each run is stored when it ends, and a stored run is not run again."""
 
+import hashlib
 import json
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -46,7 +47,7 @@ def run_grid(
     total, done = sum(map(_work, cells)), sum(_work(cell) for cell in cells if cell not in waiting)
     pool: Pool = InProcess() if workers == 1 else Processes(workers)
     try:
-        flying = {}
+        flying: dict[Future[None], GridRun] = {}
         while waiting or flying:
             while waiting and len(flying) < pool.width:
                 cell = waiting.pop(0)
@@ -68,12 +69,18 @@ def run_cell(
     """Train one run and store its record."""
     records = _load(data, data_dir)
     watching = measures.watch(measure, records, cell.settings)
-    saving = Saving(Path(folder) / UNFINISHED / cell.stem, resume=True, every=300.0) if resume else None
+    saving = Saving(unfinished(Path(folder), cell), resume=True, every=300.0) if resume else None
     result = train(records, cell.settings, saving=saving, group=False, research=watching)
     extra = measures.measured(measure, result.model, records, watching)
     write_record(Path(folder) / RUNS / f"{cell.stem}.json", _record(cell, result) | {"extra": extra})
     if saving is not None:
         rmtree(saving.out, ignore_errors=True)
+
+
+def unfinished(folder: Path, cell: GridRun) -> Path:
+    """Where the checkpoints of a run are. Runs with other settings have another folder: they cannot go on from there."""
+    digest = hashlib.sha256(json.dumps(asdict(cell.settings), sort_keys=True).encode()).hexdigest()
+    return folder / UNFINISHED / f"{cell.stem}-{digest[:8]}"
 
 
 def stored(folder: Path, cell: GridRun) -> dict[str, Any] | None:

@@ -157,7 +157,7 @@ class _WithWeights(nn.Module):
         self._model, self._weights = model, weights
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional_call(self._model, self._weights, (x,))  # type: ignore[no-any-return]
+        return functional_call(self._model, self._weights, (x,))
 
 
 def _result(run: "_Run", steps: int, seconds: float, spent: Spent | None) -> Result:

@@ -70,7 +70,7 @@ class RunSaver:
         if self._saving and self._private:
             folder = RunFolder(self._saving.out)
             with self._ranks.together("the run's folder"):
-                resumable = self._ranks.rank == 0 and self._prepared(folder, self._private)
+                resumable = self._ranks.rank == 0 and self._prepare_folder(folder, self._private)
             if self._ranks.shared(resumable):
                 self._resume(folder, self._private)
             else:
@@ -86,7 +86,7 @@ class RunSaver:
             self._save()
         self._stop_if_asked(stop, saved=epoch_ended or due)
 
-    def _prepared(self, folder: RunFolder, private: Private) -> bool:
+    def _prepare_folder(self, folder: RunFolder, private: Private) -> bool:
         """Whether there is a run to resume; otherwise the folder is made ready for a new one."""
         assert self._saving
         if folder.resumable(self._saving.resume):

@@ -11,7 +11,7 @@ from clipless import defaults
 from clipless.app import clippings
 from clipless.app.data import Data
 from clipless.arguments import unknown_name
-from clipless.clipping import Clipping
+from clipless.clipping import CLIPPINGS, Clipping
 from clipless.errors import InvalidArgument
 from clipless.phases import Schedule
 
@@ -85,6 +85,9 @@ class TrainingSettings:
 
     def optimizer_for(self, data: Data) -> OptimizerChoice:
         """The chosen optimizer. Raises InvalidArgument for settings that cannot be used on this data set."""
+        name = self.clipping.partition("(")[0].strip()
+        if name not in (*CLIPPINGS, clippings.SCHEDULE, "none"):
+            raise unknown_name("clipping", name, [*CLIPPINGS, "none"])
         if self.private:
             assert self.how  # or raises
         if self.optimizer not in OPTIMIZERS:

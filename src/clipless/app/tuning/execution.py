@@ -16,7 +16,7 @@ def outcomes(tasks: Sequence[Task], pool: Pool, on_steps: Callable[[int], None])
     A task whose process died is repeated alone, with the same candidate and seed. If its process dies `ATTEMPTS` times it
     has failed, which is the worst outcome. Other errors are raised.
     """
-    return _Flight(tasks, pool, on_steps).land()
+    return _Execution(tasks, pool, on_steps).outcomes()
 
 
 def best(runs: Iterator[Outcome]) -> Outcome:
@@ -24,29 +24,29 @@ def best(runs: Iterator[Outcome]) -> Outcome:
     return max(runs, key=lambda outcome: (outcome.score, -outcome.place))
 
 
-class _Flight:
+class _Execution:
     """Tasks that wait, that are running, and that were lost and run alone next."""
 
     def __init__(self, tasks: Sequence[Task], pool: Pool, on_steps: Callable[[int], None]) -> None:
         self._waiting = deque(tasks)
-        self._suspects: deque[Task] = deque()
+        self._lost: deque[Task] = deque()
         self._deaths: Counter[int] = Counter()
-        self._flying: dict[Future[Outcome], Task] = {}
+        self._running: dict[Future[Outcome], Task] = {}
         self._pool, self._on_steps = pool, on_steps
         self._alone = self._broken = False
 
-    def land(self) -> Iterator[Outcome]:
-        while self._waiting or self._suspects or self._flying:
-            if not self._flying and self._broken:
+    def outcomes(self) -> Iterator[Outcome]:
+        while self._waiting or self._lost or self._running:
+            if not self._running and self._broken:
                 self._pool.renew()
                 self._broken = False
-            if not self._flying and self._suspects:
+            if not self._running and self._lost:
                 self._alone = True
-                self._start(self._suspects.popleft())
-            while self._waiting and not self._suspects and not self._alone and len(self._flying) < self._pool.width:
+                self._start(self._lost.popleft())
+            while self._waiting and not self._lost and not self._alone and len(self._running) < self._pool.width:
                 self._start(self._waiting.popleft())
-            for future in wait(self._flying, return_when=FIRST_COMPLETED).done:
-                yield from self._landed(future)
+            for future in wait(self._running, return_when=FIRST_COMPLETED).done:
+                yield from self._collect(future)
 
     def _start(self, task: Task) -> None:
         try:
@@ -55,13 +55,13 @@ class _Flight:
             else:
                 future = self._pool.submit(run, task)
         except self._pool.lost:  # the pool broke before this task began
-            self._suspects.append(task)
+            self._lost.append(task)
             self._broken = True
             return
-        self._flying[future] = task
+        self._running[future] = task
 
-    def _landed(self, future: "Future[Outcome]") -> Iterator[Outcome]:
-        task = self._flying.pop(future)
+    def _collect(self, future: "Future[Outcome]") -> Iterator[Outcome]:
+        task = self._running.pop(future)
         alone, self._alone = self._alone or self._pool.width == 1, False
         try:
             outcome = future.result()
@@ -69,7 +69,7 @@ class _Flight:
             self._broken = True
             self._deaths[task.place] += alone
             if self._deaths[task.place] < ATTEMPTS:
-                self._suspects.append(task)
+                self._lost.append(task)
                 return
             outcome = Outcome(task.place, task.candidate)
         if not isinstance(self._pool, InProcess):

@@ -66,11 +66,11 @@ def tune(
 ) -> Tuned:
     """Run a search and release the best run.
 
-    The price of the whole search is in the ledger before the first run begins, and with `out` on disk, so it is counted
-    whatever happens. Only the chosen run is kept. With `source`, the name or path of the data set, workers load it
-    themselves. `seed` repeats a search, for tests: whoever knows it can subtract the noise. `on_progress` is called with
-    the fraction of all steps that is done. It reveals how many runs were drawn: do not show it to anyone who sees the
-    result. The pool is closed at the end; the caller's own executor (`Borrowed`) is not.
+    The price of the whole search is in the ledger before the first run begins, and with `out` on disk, so it is counted in
+    any case. Only the chosen run is kept. With `source`, the name or path of the data set, workers load it themselves.
+    `seed` repeats a search, for tests: whoever knows it can subtract the noise. `on_progress` is called with the fraction of
+    all steps that is done. It reveals how many runs were drawn: do not show it to anyone who sees the result. The pool is
+    closed at the end; the caller's own executor (`Borrowed`) is not.
     """
     workplace = InProcess() if pool is None else pool
     folder = None if out is None else RunFolder(out)
@@ -78,14 +78,14 @@ def tune(
     ledger.record(search.event())
     try:
         _refuse_seed(search, seed)
-        place = None if folder is None else _recorded(folder, search, ledger)
-        tasks = _drawn(search, seed, search.data if source is None else source)
+        place = None if folder is None else _record_search(folder, search, ledger)
+        tasks = _draw_tasks(search, seed, search.data if source is None else source)
         if not tasks:
             raise NothingToRelease("the number of runs drawn is 0: nothing is released, and the search is counted.")
-        winner, scores = _searched(search, tasks, workplace, on_progress or (lambda _: None))
+        winner, scores = _run_all(search, tasks, workplace, on_progress or (lambda _: None))
     finally:
         workplace.close()
-    result = _released(search, winner, ledger, place, seed)
+    result = _result_of(search, winner, ledger, place, seed)
     tuned = Tuned(search, winner.candidate, result, winner.details["plan"], scores)
     if folder is not None:
         save_run(tuned.result, folder.path)
@@ -98,7 +98,7 @@ def _refuse_seed(search: Search, seed: int | None) -> None:
         chosen_noise(one.noise, seed)
 
 
-def _recorded(folder: RunFolder, search: Search, ledger: Ledger) -> dict[str, Any]:
+def _record_search(folder: RunFolder, search: Search, ledger: Ledger) -> dict[str, Any]:
     """Put the search's event on disk; returns the ledger's run, position and head."""
     folder.check_writable()
     if folder.unfinished:
@@ -112,7 +112,7 @@ def _recorded(folder: RunFolder, search: Search, ledger: Ledger) -> dict[str, An
     return journal.place()
 
 
-def _drawn(search: Search, seed: int | None, data: Data | str) -> list[Task]:
+def _draw_tasks(search: Search, seed: int | None, data: Data | str) -> list[Task]:
     """The runs to take, drawn by the operating system's randomness; with a seed by that, and each with one of its own."""
     rng = random.SystemRandom() if seed is None else random.Random(seed)
     tasks = []
@@ -125,7 +125,7 @@ def _drawn(search: Search, seed: int | None, data: Data | str) -> list[Task]:
     return tasks
 
 
-def _searched(
+def _run_all(
     search: Search, tasks: list[Task], pool: Pool, on_progress: Callable[[float], None]
 ) -> tuple[Outcome, tuple[float, ...] | None]:
     total, taken = sum(task.steps for task in tasks), 0
@@ -169,7 +169,7 @@ def _refuse_dearer(outcome: Outcome, promised: Run) -> None:
         )
 
 
-def _released(
+def _result_of(
     search: Search, winner: Outcome, ledger: Ledger, place: dict[str, Any] | None, seed: int | None
 ) -> Result:
     settings = replace(search.candidates[winner.candidate], seed=seed)

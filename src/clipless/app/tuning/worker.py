@@ -37,7 +37,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run. A failed one has the worst score and no model, and takes part in the choice all the same.
+    """The outcome of a run. A failed one has the worst score and no model, but still takes part in the choice.
 
     Its repr shows none of this: the selection method decides what may be seen.
     """

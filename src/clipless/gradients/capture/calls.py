@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from clipless.gradients.capture.model_map import Layer
 from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.trees import Dims, Shapes
+from clipless.torch_internals import pytree
 
 
 @dataclass(slots=True)

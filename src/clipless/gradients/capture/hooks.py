@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from clipless.errors import Misuse
@@ -18,6 +16,7 @@ from clipless.gradients.capture.model_map import Layer, ModelMap, is_idle
 from clipless.gradients.capture.refusals import compiled_pass, refuse_compiled, refuse_module
 from clipless.gradients.layers.rule import reweighted
 from clipless.gradients.trees import differentiable
+from clipless.torch_internals import get_eval_frame_callback, pytree
 
 
 class Listener(Protocol):

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.gradients.records import mask_values
 from clipless.gradients.trees import Dims, Shapes, plain_tensors
+from clipless.torch_internals import pytree
 
 NOWHERE = -1
 OPERATION = ("operand", "result")

@@ -6,7 +6,6 @@ A probe has found it (layout.py); what is left are calls that no probe met and r
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.capture import messages
@@ -18,6 +17,7 @@ from clipless.gradients.capture.rows import Located, is_single, rows_of_call, ro
 from clipless.gradients.capture.traced import located_shapes, refuse_mixing
 from clipless.gradients.records import broken_records
 from clipless.gradients.trees import Shapes, plain_tensors
+from clipless.torch_internals import pytree
 
 
 def locate_input(pattern: CallPattern, frame: Frame, shapes: Shapes, records: int) -> None:

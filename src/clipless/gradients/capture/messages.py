@@ -49,6 +49,14 @@ def shared_input(place: Place, shapes: Shapes, records: int) -> CliplessError:
     )
 
 
+def transformed(owner: str) -> CliplessError:
+    return UnsupportedModule(
+        f"module {owner!r} or its parameters are used inside torch.vmap or another transform of torch.func, where its "
+        "output cannot be tapped. Call layers on the whole batch, outside of transforms. Only a module that uses "
+        "parameters of its own in a transform, and no layers, is run again record by record."
+    )
+
+
 def unidentified_rows(owner: str) -> CliplessError:
     return UnsupportedModule(
         f"module {owner!r} has rows that are not the records of the batch, and no seeded backward pass identified their "

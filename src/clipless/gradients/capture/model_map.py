@@ -70,6 +70,10 @@ class ModelMap:
         """All modules."""
         return list(self.layers)
 
+    def trains(self, module: nn.Module) -> bool:
+        """Whether the module or any inside it has trainable parameters."""
+        return any(self.layers[inner].own for inner in module.modules() if inner in self.layers)
+
     @property
     def live(self) -> dict[str, nn.Parameter]:
         """The objects that the model holds for `parameters` now."""

@@ -65,6 +65,8 @@ class CallPattern:
 
     def refusal(self) -> UnsupportedModule:
         """The error to raise if nothing could be learned."""
+        if isinstance(self._trouble, UnsupportedModule):
+            return self._trouble
         return UnsupportedModule(
             "the model could not be run on another number of records, which is how clipless finds where they lie: "
             f"{self._trouble}. Let it take batches of any size."

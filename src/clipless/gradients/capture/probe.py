@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.gradients.capture import messages
 from clipless.gradients.capture.crossing import Crossing
@@ -17,6 +16,7 @@ from clipless.gradients.capture.patterns import CallPattern
 from clipless.gradients.capture.refusals import refuse_module
 from clipless.gradients.capture.rows import Located, is_single, rows_of_operation
 from clipless.gradients.capture.traced import Traced, located_shapes
+from clipless.gradients.capture.transforms import TransformsSeen, transformed
 from clipless.gradients.capture.watch import StateWatch
 from clipless.gradients.checks.records import leaves_of
 from clipless.gradients.records import (
@@ -31,6 +31,7 @@ from clipless.gradients.records import (
 from clipless.gradients.shards import Shards
 from clipless.gradients.trees import differentiable, opened, plain_tensors, shapes_of
 from clipless.random_state import random_state_kept
+from clipless.torch_internals import pytree
 
 
 class LearnedPatterns:
@@ -102,9 +103,13 @@ class Probe:
         listener, hooks.listener = hooks.listener, self
         self._pattern.layout.begin_pass(self._size)
         try:
-            with random_state_kept(module), unseen_by_checkpoints():
+            with random_state_kept(module), unseen_by_checkpoints(), TransformsSeen(self._transformed):
                 output = module(*inputs[0], **inputs[1])
             self._find_strays(output)
+        except RuntimeError as trouble:
+            if "saved tensor hooks" in str(trouble):  # torch.func.grad and the like do not run under any
+                raise messages.transformed(self._frames[-1].layer.name if self._frames else "(model)") from trouble
+            raise
         finally:
             hooks.listener = listener
             while self._frames:
@@ -116,6 +121,8 @@ class Probe:
     def enter(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the shapes of a module's inputs."""
         refuse_module(layer.module, layer.name)
+        if layer.own and transformed():
+            raise messages.transformed(layer.name)
         self._calls[layer.name] = self._calls.get(layer.name, 0) + 1
         frame = Frame(layer, Place(layer.name, self._calls[layer.name]))
         self._frames.append(frame)
@@ -174,4 +181,11 @@ class Probe:
 
     def give_up(self, owner: str, operation: str) -> None:
         """Handle the module as a whole."""
+        self._pattern.layout.give_up(owner)
+
+    def _transformed(self, tensor: Traced) -> None:
+        """Handle a module as a whole that uses its parameters in a transform of torch.func; refuse others' parameters."""
+        owner = tensor.roots[0].owner
+        if any(root.name in self._pattern.strays for root in tensor.roots):
+            raise messages.transformed(owner)
         self._pattern.layout.give_up(owner)

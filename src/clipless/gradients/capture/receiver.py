@@ -26,6 +26,7 @@ from clipless.gradients.forms import Form, Routed, by_record
 from clipless.gradients.layers import Use
 from clipless.gradients.layers.rule import at_least_float32
 from clipless.gradients.trees import Dims
+from clipless.torch_internals import current_graph_task, execution_engine
 
 TRAINING = attrgetter("training")
 
@@ -104,7 +105,7 @@ class Receiver:
             return
         for name in names:
             micro.uses[name] = micro.uses.get(name, 0) + 1
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task() != -1:
             micro.late = True
             if self.trial is None:
                 self.begin()
@@ -188,14 +189,16 @@ class Receiver:
         assert micro is not None
         if not micro.begun:
             self._refuse_modes(micro)
-            micro.begun, self._arrivals.task = True, torch._C._current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+            micro.begun, self._arrivals.task = True, current_graph_task()
+            execution_engine.queue_callback(self._complete)
 
     def _current(self, tap: Call | Crossing) -> MicroBatch:
         """The open micro-batch; raises if the gradient comes from another one."""
         if torch.is_grad_enabled():
             raise Misuse(
-                "backward(create_graph=True) is not supported: gradients of gradients have no bound per record."
+                "backward(create_graph=True) is not supported: gradients of gradients, also inside the model (forces, "
+                "gradient penalties), reach the parameters past the taps and have no bound per record. Leave such terms "
+                "out of model and loss."
             )
         micro, arrivals = self.micro, self._arrivals
         if micro is None or tap.micro is not micro or micro.done:
@@ -204,7 +207,7 @@ class Receiver:
         if self.trial is None:
             if not micro.begun:
                 self.begin()
-            elif arrivals.task != torch._C._current_graph_task_id() and not micro.late:
+            elif arrivals.task != current_graph_task() and not micro.late:
                 raise messages.interrupted(again=False)
         return micro
 

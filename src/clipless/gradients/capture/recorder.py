@@ -34,6 +34,7 @@ from clipless.gradients.recurrent.takeover import take_over
 from clipless.gradients.shards import Shards
 from clipless.gradients.trees import Shapes, closed, opened, shapes_of
 from clipless.random_state import cuda_devices, random_state_of
+from clipless.torch_internals import current_graph_task, maybe_current_level
 
 
 class Recorder:
@@ -153,7 +154,8 @@ class Recorder:
         with self._probing(layer, inputs, micro.records):
             if micro.records == 0:
                 messages.refuse_unfit_inputs(layer.name, inputs, 0)
-                inputs = changed = self._stand_ins.inputs(layer.module, inputs)
+                if self._map.trains(layer.module):  # a loss is run on no rows: its output has none to be removed again
+                    inputs = changed = self._stand_ins.inputs(layer.module, inputs)
             elif not self._same_pattern(layer, args, kwargs, micro.records):
                 current.pattern = self._patterns.find(layer, inputs, micro.records)
         current.calls, current.operations = {}, OperationCounter()
@@ -204,6 +206,8 @@ class Recorder:
     def _arm(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Freeze the module's parameters, or replace them by traced tensors."""
         layer, micro = frame.layer, self._receiver.micro
+        if maybe_current_level() is not None:
+            raise messages.transformed(layer.name)
         records, pattern = 0 if micro is None else micro.records, self._current.pattern
         if layer.sharded and any(hasattr(parameter, "device_mesh") for parameter in layer.live):
             raise messages.still_divided(layer.name)
@@ -292,4 +296,4 @@ class Recorder:
 
 def _recomputing() -> bool:
     """Whether a backward pass is running, in which parts of a model may be computed again."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task() != -1

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from clipless.errors import Misuse, UnsupportedModule
+from clipless.torch_internals import AnyBatchNorm, AnyInstanceNorm, is_compiled
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,11 @@ class Refusal:
     remedy: str
 
 
-def _mixes_the_batch(module: _BatchNorm) -> bool:
+def _mixes_the_batch(module: AnyBatchNorm) -> bool:
     return module.training or module.running_mean is None
 
 
-def _tracks_statistics(module: _InstanceNorm) -> bool:
+def _tracks_statistics(module: AnyInstanceNorm) -> bool:
     return module.training and module.track_running_stats
 
 
@@ -54,7 +53,7 @@ REFUSALS = (
     ),
     Refusal(
         "BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm in training mode or without running statistics",
-        (_BatchNorm,),
+        (AnyBatchNorm,),
         _mixes_the_batch,
         "mixes records, so no per-record bound exists",
         "Replace it with GroupNorm (clipless.replace_batchnorm(model)) or put it in eval mode (with running statistics) "
@@ -62,7 +61,7 @@ REFUSALS = (
     ),
     Refusal(
         "InstanceNorm1d, InstanceNorm2d, InstanceNorm3d with running statistics in training mode",
-        (_InstanceNorm,),
+        (AnyInstanceNorm,),
         _tracks_statistics,
         "keeps running statistics of the training records, which no noise protects",
         "Build it with track_running_stats=False",
@@ -90,8 +89,7 @@ _SUSPECTS = tuple(kind for refusal in REFUSALS for kind in refusal.kinds)
 
 def refuse_compiled(module: nn.Module, name: str) -> None:
     """Raise if the module was compiled by torch.compile, or by its own `compile`."""
-    wrapped = type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
-    if wrapped or module._compiled_call_impl is not None:
+    if is_compiled(module):
         raise UnsupportedModule(f"{name!r} is compiled by torch.compile, which {_NO_HOOKS}")
 
 

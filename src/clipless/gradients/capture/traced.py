@@ -10,14 +10,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.capture.attention import multi_head_attention
-from clipless.gradients.capture.crossing import PLAIN, RECORDS, TRACED, Crossing, Root
+from clipless.gradients.capture.crossing import PLAIN, RECORDS, TRACED, Crossing
+from clipless.gradients.capture.roots import Root
 from clipless.gradients.capture.rows import Located
 from clipless.gradients.capture.writes import WRITES, Function
 from clipless.gradients.trees import Dims, Shapes, differentiable
+from clipless.torch_internals import DisableTorchFunctionSubclass, pytree
 
 
 class Operations(Protocol):
@@ -54,6 +55,8 @@ class Traced(Tensor):
             return multi_head_attention(*args, **kwargs)
         if func in _CASTS and isinstance(args[0], Traced):
             args, kwargs = _cast(args, kwargs)
+        if func in _REPEATS and isinstance(args[0], Traced):
+            return _repeat(*args, **kwargs)
         if torch.is_grad_enabled() and _in_place(func, kwargs):
             return _write(func, args, kwargs)
         return _operation(func, args, kwargs)
@@ -79,6 +82,22 @@ def _cast(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return (args[0], looks[0].device, looks[0].dtype, *rest), kwargs
 
 
+_REPEATS = {Tensor.repeat, Tensor.tile, torch.tile}
+
+
+def _repeat(tensor: Tensor, *sizes: Any, **named: Any) -> Tensor:
+    """`repeat` or `tile`, with each repetition as an expansion along a dimension of its own, which may be that of the
+    records: so every row has a record, and not a part of each."""
+    (given,) = named.values() if named else (sizes,)
+    counts = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
+    counts = [1] * (tensor.dim() - len(counts)) + counts
+    whole = tensor.reshape(*[1] * (len(counts) - tensor.dim()), *tensor.shape)
+    for dim, count in enumerate(counts):  # also by 1, which may be the number of records
+        before, after = whole.shape[:dim], whole.shape[dim:]
+        whole = whole.unsqueeze(dim).expand(*before, count, *after).flatten(dim, dim + 1)
+    return whole.contiguous()
+
+
 def _in_place(func: Function, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
@@ -93,14 +112,27 @@ def _write(func: Function, args: Any, kwargs: Any) -> Any:
     traced = next(leaf for leaf in leaves if isinstance(leaf, Traced))
     owner, target = traced.roots[0].owner, args[0]
     learns = isinstance(target, Traced) or not isinstance(target, Tensor) or target.is_floating_point()
+    plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Traced)]
+    if isinstance(target, Traced) and all(leaf.dim() == 0 and not leaf.requires_grad for leaf in plain):
+        return _changed(func, target, leaves, spec)
     if learns and func in WRITES and not isinstance(target, Traced):
         (dim,), *_ = traced.operations.locate(owner, [target], [target])
         if dim is not None:
             return WRITES[func](target, dim, *args[1:], **kwargs)
     if learns:
         traced.operations.give_up(owner, getattr(func, "__name__", ""))
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return _run(func, [leaf.value.detach().clone() if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
+
+
+def _changed(func: Function, target: Traced, leaves: list[Any], spec: pytree.TreeSpec) -> Traced:
+    """Change a traced tensor in place by numbers and traced tensors. Autograd follows that in all views of its memory, and
+    refuses it for a parameter itself."""
+    with DisableTorchFunctionSubclass():
+        _run(func, [leaf.value if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
+    roots = [r for leaf in leaves if isinstance(leaf, Traced) for r in leaf.roots]
+    target.roots = tuple({id(r): r for r in roots}.values())
+    return target
 
 
 def _operation(func: Function, args: Any, kwargs: Any) -> Any:
@@ -111,7 +143,9 @@ def _operation(func: Function, args: Any, kwargs: Any) -> Any:
     plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Traced)]
     sizes = [leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)]
     owner = traced[0].roots[0].owner
-    with torch._C.DisableTorchFunctionSubclass():
+    if not plain and not sizes and torch.is_grad_enabled():
+        return _of_parameters(func, leaves, spec, traced)
+    with DisableTorchFunctionSubclass():
         result = _run(func, [leaf.value.detach() if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
         outputs = differentiable(result)
         if not outputs or not torch.is_grad_enabled():
@@ -126,6 +160,13 @@ def _operation(func: Function, args: Any, kwargs: Any) -> Any:
             crossing = Crossing(func, marked, spec, list(traced), kept, dims[: len(plain)], out_dims)
             crossing.rows = rows
             return _replaced(result, lambda outs: operations.tap(crossing, outs))
+    return _of_parameters(func, leaves, spec, traced)
+
+
+def _of_parameters(func: Function, leaves: list[Any], spec: pytree.TreeSpec, traced: list[Traced]) -> Any:
+    """The results of an operation that meets no records, traced."""
+    operations = traced[0].operations
+    with DisableTorchFunctionSubclass():
         result = _run(func, [leaf.value if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
         if not any(output.requires_grad for output in differentiable(result)):
             return result

@@ -5,10 +5,10 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
 
 from clipless.errors import Misuse, UnsupportedModule
 from clipless.gradients.layers.rule import reweighted
+from clipless.torch_internals import SpectralNorm
 
 _VERSION = attrgetter("_version")
 
@@ -17,7 +17,7 @@ def watched_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tenso
     """All buffers but those of spectral norm, whose power iteration depends on the weights alone."""
     found = {}
     for path, module in modules:
-        if module._buffers and not isinstance(module, _SpectralNorm):
+        if module._buffers and not isinstance(module, SpectralNorm):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     found[f"{path}.{name}" if path else name] = buffer

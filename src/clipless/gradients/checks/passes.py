@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.utils import _pytree as pytree
 
 from clipless.gradients.records import Reading
 from clipless.gradients.trees import Dims
 from clipless.random_state import Generator, RandomState, random_state_of, random_state_restored
+from clipless.torch_internals import SpectralNorm, pytree
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class ForwardPass:
 
 def spectral_buffers(model: nn.Module) -> list[Tensor]:
     """The buffers of spectral norm, which every training pass moves on without a look at the records."""
-    norms = [module for module in model.modules() if isinstance(module, _SpectralNorm)]
+    norms = [module for module in model.modules() if isinstance(module, SpectralNorm)]
     return [buffer for norm in norms for buffer in norm._buffers.values() if buffer is not None]
 
 

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.gradients.checks.passes import ForwardPass, Rerun
 from clipless.gradients.checks.records import RecordsCheck
@@ -16,6 +15,7 @@ from clipless.gradients.checks.totals import refuse_coupled, refuse_lost
 from clipless.gradients.records import Reading
 from clipless.gradients.trees import Dims
 from clipless.random_state import own_generators
+from clipless.torch_internals import pytree
 
 
 class CheckSchedule:

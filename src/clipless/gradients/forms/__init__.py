@@ -19,6 +19,7 @@ from clipless.gradients.forms.rearranged import Rearranged
 from clipless.gradients.forms.routed import Routed, by_record
 from clipless.gradients.forms.scattered import Scattered
 from clipless.gradients.forms.stacked import Stacked, transposed
+from clipless.gradients.forms.standardised import Products, Scales, Standardisation, Standardised, can_be_scaled
 from clipless.gradients.forms.tied import Tied
 from clipless.native.rows import widest
 
@@ -29,13 +30,18 @@ __all__ = [
     "Instantiated",
     "NoChoice",
     "OuterProducts",
+    "Products",
     "Rearranged",
     "Routed",
+    "Scales",
     "Scattered",
     "Stacked",
+    "Standardisation",
+    "Standardised",
     "Tied",
     "add_all",
     "by_record",
+    "can_be_scaled",
     "can_wait",
     "combine",
     "kept",

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,21 @@ IN_CACHE = 1 / 3
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution that is called as a function: all that a weight's gradient needs besides tensors. Of the weight, only
+    the shape is used."""
+
+    weight: Tensor
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape[2:])
+
+
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def conv(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
     module = use.module
@@ -61,13 +77,26 @@ def padded(module: Conv, acts: Tensor) -> tuple[Tensor, list[int]]:
     return acts, list(module.padding)  # type: ignore[arg-type]
 
 
+def spread_padding(acts: Tensor, padding: Any, how: Convolution) -> tuple[Tensor, list[int]]:
+    """As `padded`, for the `padding` argument of a convolution that is called as a function."""
+    rank = len(how.kernel_size)
+    if padding == "same":
+        both = [d * (k - 1) for d, k in zip(reversed(how.dilation), reversed(how.kernel_size), strict=True)]
+        return F.pad(acts, [side for all_ in both for side in (all_ // 2, all_ - all_ // 2)]), [0] * rank
+    if isinstance(padding, str):
+        return acts, [0] * rank
+    return acts, [padding] * rank if isinstance(padding, int) else list(padding)
+
+
 class Correlation:
     """A convolution's weight gradient: g_b is the correlation of record b's input with the gradient of its output.
 
     For a transposed convolution the two are swapped.
     """
 
-    def __init__(self, module: Conv | ConvTranspose, acts: Tensor, grads: Tensor, padding: list[int]) -> None:
+    def __init__(
+        self, module: Conv | ConvTranspose | Convolution, acts: Tensor, grads: Tensor, padding: list[int]
+    ) -> None:
         self.module, self.acts, self.grads, self.padding = module, acts, grads, padding  # [b,c,*s] [b,o,*t]
 
     def __len__(self) -> int:
@@ -87,6 +116,11 @@ class Correlation:
         acts, grads = self.acts.reshape(1, -1, *self.acts.shape[2:]), self.grads.reshape(1, -1, *self.grads.shape[2:])
         weights = self._weight_gradient(acts, grads, groups=b * self.module.groups, copies=b)
         return weights.view(b, *self.module.weight.shape)
+
+    def scaled_rows(self, scale: Tensor) -> "Correlation":
+        """The form with every row of the weight's gradients times its own number."""
+        wide = scale.to(self.grads.dtype).view(-1, *[1] * (self.grads.dim() - 2))
+        return Correlation(self.module, self.acts, self.grads * wide, self.padding)
 
     def keep(self, mask: Tensor) -> "Correlation":
         return Correlation(self.module, kept(self.acts, mask), kept(self.grads, mask), self.padding)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from clipless.gradients.forms import Form, Instantiated
 from clipless.gradients.layers.rule import Use, at_least_float32
 from clipless.gradients.trees import differentiable
+from clipless.torch_internals import pytree
 
 
 def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:

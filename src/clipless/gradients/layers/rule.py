@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.forms import Form
 from clipless.gradients.trees import Dims, plain_tensors
+from clipless.torch_internals import pytree
 
 
 @dataclass(frozen=True)

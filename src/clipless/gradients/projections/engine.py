@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.clipping import least_norm
 from clipless.errors import Misuse
@@ -40,6 +39,7 @@ from clipless.gradients.records import is_square, readings, resized
 from clipless.gradients.sums import Factors, Observe
 from clipless.gradients.trees import closed, opened, shapes_of
 from clipless.random_state import own_generators
+from clipless.torch_internals import current_graph_task, pytree
 
 # Forward and backward mode may differ by so much, relative to the length of the clipped norms.
 TOLERANCE = 2e-3
@@ -144,7 +144,7 @@ class ProjectionEngine:
             refuse_module(layer.module, layer.name)
         outermost = torch.is_grad_enabled() and not any(armed for _, _, armed in self._inside)
         part, changed, begun = self._part, None, None
-        if outermost and part is not None and torch._C._current_graph_task_id() == -1:
+        if outermost and part is not None and current_graph_task() == -1:
             self._structure.refuse_changes()
             inputs = (args, kwargs)
             messages.refuse_unfit_inputs(layer.name, inputs, part.records)

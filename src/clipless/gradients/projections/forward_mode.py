@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from clipless.errors import UnsupportedModule
 from clipless.gradients.checks.passes import Rerun
 from clipless.gradients.trees import differentiable
+from clipless.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled
 
 
 class ForwardMode:
@@ -80,12 +81,12 @@ def _padding_kept(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _kernels(others: bool) -> Iterator[None]:
     """The usual kernels but the encoder's fast path, or `others`: not oneDNN's LSTM and not flash attention."""
-    fast, mkldnn = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
+    fast, mkldnn = torch.backends.mha.get_fastpath_enabled(), get_mkldnn_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    torch._C._set_mkldnn_enabled(mkldnn and not others)
+    set_mkldnn_enabled(mkldnn and not others)
     try:
         with sdpa_kernel(SDPBackend.MATH) if others else nullcontext():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        torch._C._set_mkldnn_enabled(mkldnn)
+        set_mkldnn_enabled(mkldnn)

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.errors import Misuse, UnsupportedModule
+from clipless.torch_internals import pytree
 
 
 def refuse_inputs(name: str, inputs: tuple[Any, Any]) -> None:

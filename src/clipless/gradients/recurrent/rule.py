@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.forms import Form, Instantiated, OuterProducts
@@ -17,6 +16,7 @@ from clipless.gradients.recurrent.cells import cell_of
 from clipless.gradients.recurrent.recurrence import HiddenState, LayerGradients, Trace, back, forward
 from clipless.gradients.recurrent.sequences import Sequences
 from clipless.gradients.recurrent.takeover import InputGradients, SavedPass, layers_of
+from clipless.torch_internals import pytree
 
 
 @register(nn.RNN, nn.LSTM, nn.GRU)

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.recurrent.cells import CELLS, Cell, Weights
 from clipless.gradients.recurrent.recurrence import HiddenState, Trace, forward
 from clipless.gradients.recurrent.sequences import Sequences
+from clipless.torch_internals import RECURRENT_KERNELS, pytree
 
-KERNELS: dict[Any, Cell] = {getattr(torch._VF, name): cell for name, cell in CELLS.items()}
+KERNELS: dict[Any, Cell] = {getattr(RECURRENT_KERNELS, name): cell for name, cell in CELLS.items()}
 
 
 class InputGradients:

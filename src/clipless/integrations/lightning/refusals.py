@@ -1,0 +1,83 @@
+"""What private training refuses of a Trainer, its strategy and its callbacks."""
+
+from collections.abc import Sequence
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from clipless.errors import Misuse
+
+_CLIPPING = "each record's gradient is clipped: leave it out, and choose the bound by Privacy(clipping=...)."
+
+
+def refuse_trainer(trainer: Trainer) -> None:
+    """Raise for settings that break the promise."""
+    if trainer.gradient_clip_val:
+        raise Misuse(f"gradient_clip_val={trainer.gradient_clip_val} would clip the mean, and {_CLIPPING}")
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        raise Misuse(
+            f"precision={plugin.precision!r} scales losses, and noise would not be scaled with them: use "
+            "precision='bf16-mixed', which needs no scaler, or '32-true'."
+        )
+    if trainer.overfit_batches:
+        raise Misuse(
+            f"overfit_batches={trainer.overfit_batches} trains on the same records in every step, which is not the sampling "
+            "that is accounted for: leave it out, or give a smaller data set."
+        )
+
+
+def refuse_rounded_means(plugin: Precision) -> None:
+    """Raise for 16 bits, where a mean over the batch is refused: its division by the number of records is rounded."""
+    if "16" in plugin.precision:
+        raise Misuse(
+            f"precision={plugin.precision!r} rounds the division by the number of records, so that adding a record changes "
+            "the contribution of every other. Return one loss per record, class Model(RecordLosses, LightningModule), or "
+            "their sum with PrivateTraining(..., loss_reduction='sum')."
+        )
+
+
+def refuse_module(module: LightningModule) -> None:
+    """Raise for a module that steps or clips by itself."""
+    if not module.automatic_optimization:
+        raise Misuse(
+            "the module has automatic_optimization=False, and PrivateTraining needs the Trainer's own steps: set it to "
+            "True, or call clipless.make_private in a loop of your own."
+        )
+    if is_overridden("configure_gradient_clipping", module, LightningModule):
+        raise Misuse(f"configure_gradient_clipping finds no gradient before the step, and {_CLIPPING}")
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise Misuse("training_step(dataloader_iter) fetches batches itself: take training_step(batch, batch_idx).")
+
+
+def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Raise for callbacks that train outside the budget or change the batch within a run."""
+    for callback in callbacks:
+        if isinstance(callback, (LearningRateFinder, BatchSizeFinder)):
+            raise Misuse(
+                f"{type(callback).__name__} trains on the records before the run, which nothing accounts for: find the "
+                "setting on public data, or with `clipless tune`, which pays for the search."
+            )
+        if isinstance(callback, GradientAccumulationScheduler):
+            raise Misuse(
+                "GradientAccumulationScheduler changes the batch size within the run: give "
+                "Trainer(accumulate_grad_batches=k), which splits each batch into k parts."
+            )
+
+
+def refuse_strategy(strategy: Strategy) -> None:
+    """Raise for any strategy but one process, or DDP without hooks of its own."""
+    if type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        raise Misuse(
+            f"{type(strategy).__name__} is not supported: use Trainer(strategy='ddp') or one device. Sharded models train "
+            "by clipless.make_private in a loop of your own (docs/distributed.md)."
+        )
+    if isinstance(strategy, DDPStrategy) and (strategy._ddp_comm_hook or strategy._model_averaging_period):
+        raise Misuse(
+            "a communication hook or model averaging of DDPStrategy would act on gradients, which are added up by the "
+            "private run itself: leave ddp_comm_hook and model_averaging_period out."
+        )
