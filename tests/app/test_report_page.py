@@ -1,5 +1,6 @@
 """The page of `clipless report --html`: complete, self-contained, and honest about what is not private."""
 
+import itertools
 import json
 import re
 import shutil
@@ -50,8 +51,12 @@ class Page(HTMLParser):
 
     def rows(self) -> dict[str, str]:
         """The label of each row of a table of facts, and its value with its mark."""
-        rows = [one["text"] for one in self.all("tr")]
-        return {row.split("\n")[0]: row for row in rows}
+        cells = [one for one in self.elements if one["tag"] == "td" or one["attributes"].get("scope") == "row"]
+        return {
+            one["text"]: after["text"]
+            for one, after in itertools.pairwise(cells)
+            if (one["tag"], after["tag"]) == ("th", "td")
+        }
 
 
 @pytest.fixture(scope="module")
