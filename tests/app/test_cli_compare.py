@@ -110,7 +110,10 @@ def test_the_best_private_one_is_taken_if_it_stands_out() -> None:
 
 def test_ties_go_to_the_one_without_a_threshold_and_are_named() -> None:
     near = [compared("auto-s", 0.90, 0.93, 0.88), compared("abadi", 0.91, 0.92, 0.90), compared("dc-p", 0.5, 0.51, 0.5)]
-    assert advice(near) == "Take auto-s: these runs do not tell it from abadi, and it has no threshold to set."
+    assert advice(near) == (
+        "Take auto-s: these runs do not tell it from abadi, and it has no threshold to set. The best mean is that of abadi: "
+        "more seeds may decide."
+    )
     assert "do not tell it from" in advice([compared("abadi", 0.9), compared("dc-e", 0.2)])
     assert "only private" in advice([compared("abadi", 0.9), compared("none", 1.0)])
     assert "Nothing private" in advice([compared("none", 1.0)])

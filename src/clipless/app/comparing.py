@@ -53,8 +53,8 @@ class Compared:
 
     @property
     def interval(self) -> float | None:
-        """Half the length of the 95 % interval of the mean; None with a single run."""
-        return interval(self.scores)
+        """Half the length of the 95 % interval of the mean; None with a single run, or if one diverged."""
+        return interval(self.scores) if math.isfinite(self.mean) else None
 
     @property
     def merit(self) -> float:
@@ -156,7 +156,8 @@ def advice(found: Sequence[Compared]) -> str:
     taken = next((one for one in (best, *equal) if one.clipping == defaults.CLIPPING), best)
     rest = ", ".join(one.clipping for one in (best, *equal) if one is not taken)
     why = "it has no threshold to set" if taken.clipping == defaults.CLIPPING else "its mean is the best"
-    return f"Take {taken.clipping}: these runs do not tell it from {rest}, and {why}."
+    leading = "" if taken is best else f" The best mean is that of {best.clipping}: more seeds may decide."
+    return f"Take {taken.clipping}: these runs do not tell it from {rest}, and {why}.{leading}"
 
 
 def price_text(found: ComparisonPrice) -> list[str]:
