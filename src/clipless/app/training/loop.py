@@ -19,6 +19,7 @@ from clipless.accounting import Spent
 from clipless.app import models
 from clipless.app.data import Data
 from clipless.app.threads import torch_threads
+from clipless.app.training.reliability import reliability_bins
 from clipless.app.training.result import Result
 from clipless.app.training.saving import LoopState, RunSaver, Saving
 from clipless.app.training.settings import TrainingSettings
@@ -175,6 +176,7 @@ def _result(run: "_Run", steps: int, seconds: float, spent: Spent | None) -> Res
         history=private.history.to_dict() if private else None,
         model=run.model,
         ledger_file=private.ledger_file if private else None,
+        reliability=reliability_bins(run.model, run.data.test) if run.data.task == "classes" else None,
     )
 
 

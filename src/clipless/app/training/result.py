@@ -27,6 +27,7 @@ class Result:
 
     `plan`, `ledger`, `history` (what a threshold policy released), `epsilon` and `delta` are None for a run without
     privacy. `ledger_file` has the run, position and head of the ledger on disk; None if there is no such file.
+    `reliability` has the bins of the reliability diagram on the test records; None where the model predicts no classes.
     """
 
     data: str
@@ -42,6 +43,7 @@ class Result:
     history: dict[str, Any] | None
     model: nn.Module
     ledger_file: dict[str, Any] | None = None
+    reliability: dict[str, Any] | None = None
 
     @property
     def score(self) -> float:
@@ -66,7 +68,8 @@ class Result:
 
     def not_private(self) -> dict[str, str]:
         """What in the record the guarantee does not cover, and why."""
-        return {f"metrics.test_{self.metric}{end}": _TEST_RECORDS for end in ("", "_per_epoch")}
+        diagram = {} if self.reliability is None else {"reliability": _TEST_RECORDS}
+        return {f"metrics.test_{self.metric}{end}": _TEST_RECORDS for end in ("", "_per_epoch")} | diagram
 
     def record(self) -> dict[str, Any]:
         """The contents of `run.json`."""
@@ -79,6 +82,7 @@ class Result:
             "ledger_file": self.ledger_file,
             "history": self.history,
             "metrics": self.metrics(),
+            "reliability": self.reliability,
             "approximation": self.approximation,
             "notes": [APPROXIMATION_NOTE] if self.approximation else [],
             "not_private": self.not_private() | ({} if self.settings.seed is None else SEEDED),
