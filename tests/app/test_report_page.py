@@ -260,7 +260,7 @@ def test_a_search_has_a_page(runs: Path, command: Any, capsys: pytest.CaptureFix
         "linear",
         "--epochs",
         "1",
-        "--selection",
+        "--method",
         "grid",
         "--out",
         "t",

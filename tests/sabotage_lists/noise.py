@@ -16,8 +16,8 @@ SABOTAGES = (
     Sabotage(
         "noise-of-a-resumed-run-less",
         PRIVATE,
-        'release = partial(self._source.release, "gradient", step, divisor=self.plan.divisor(self._thresholds))',
-        'release = partial(self._source.release, "gradient", 0, divisor=self.plan.divisor(self._thresholds))',
+        'release = partial(self._source.release, "gradient", step, divisor=divisor)',
+        'release = partial(self._source.release, "gradient", 0, divisor=divisor)',
         (f"{TESTS}/test_noise.py::test_no_two_steps_share_their_noise",),
     ),
     Sabotage(
