@@ -71,11 +71,11 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
                 spy.summaries.add(float(summary))
         return shares
 
-    def sums(self: Private, step: int, values: dict[str, Tensor], stddevs: list[float]) -> dict[str, Tensor]:
+    def sums(self: Private, step: int, values: dict[str, Tensor], *rest: Any) -> dict[str, Tensor]:
         for value in values.values():
             spy.learn(value)
             spy.learn(value * BATCH)
-        return undone["sums"](self, step, values, stddevs)  # type: ignore[operator, no-any-return]
+        return undone["sums"](self, step, values, *rest)  # type: ignore[operator, no-any-return]
 
     def statistic(self: Private, step: int, true: Tensor | None) -> Tensor | None:
         released = noised(self, step, true)

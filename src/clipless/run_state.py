@@ -17,7 +17,7 @@ from clipless.thresholds.policy import State
 class RunState(refusals.Uncopyable):
     """The ledger, the policy's state, the keys of the noise, the number of draws.
 
-    `_noise` caches the event and the standard deviations of a step until the policy's state changes.
+    `_noise` caches the event, the standard deviations and the divisor of a step until the policy's state changes.
     """
 
     loader: PrivateLoader
@@ -30,7 +30,7 @@ class RunState(refusals.Uncopyable):
         self._batch: Batch | None = None
         self._policy_state: State = {}
         self._thresholds: Tensor
-        self._noise: tuple[StepEvent, list[float]] | None
+        self._noise: tuple[StepEvent, list[float], float] | None
         self._phase = plan.phases[0]
         self._set_policy(plan.clipping.policy.init(plan.setting))
 

@@ -28,11 +28,11 @@ def scaled_noise(patch: pytest.MonkeyPatch, factor: Callable[[int], float], *, s
 
 def _scaled(release: Callable[..., list[Tensor]], factor: Callable[[int], float], stream: str) -> Any:
     def broken(
-        self: Any, name: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float], *divisor: float
+        self: Any, name: str, step: int, values: Sequence[Tensor], stddevs: Sequence[float], **further: Any
     ) -> list[Tensor]:
         if name == stream:
             stddevs = [stddev * factor(number) for number, stddev in enumerate(stddevs)]
-        return release(self, name, step, values, stddevs, *divisor)
+        return release(self, name, step, values, stddevs, **further)
 
     return broken
 
@@ -139,8 +139,8 @@ def noise_reused_after_resume(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Private, "load_state_dict", resumed)
     release = NoiseSource.release
 
-    def broken(self: NoiseSource, name: str, step: int, *rest: Any) -> list[Tensor]:
-        return release(self, name, step - offset[0], *rest)
+    def broken(self: NoiseSource, name: str, step: int, *rest: Any, **further: Any) -> list[Tensor]:
+        return release(self, name, step - offset[0], *rest, **further)
 
     patch.setattr(NoiseSource, "release", broken)
 

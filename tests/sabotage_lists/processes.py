@@ -193,8 +193,8 @@ SABOTAGES = (
     Sabotage(
         "noise-before-the-ranks-are-added-up",
         PRIVATE,
-        "            gradients = self._noised_gradients(step, sums, stddevs)\n",
-        "            gradients = self._noised_gradients(step, sums, stddevs)\n"
+        "            gradients = self._noised_gradients(step, sums, stddevs, divisor)\n",
+        "            gradients = self._noised_gradients(step, sums, stddevs, divisor)\n"
         "            self._ranks.add_up(list(gradients.values()))\n",
         (f"{PARALLEL}::test_noise_enters_once", f"{PARALLEL}::test_the_run_is_that_of_one_process"),
     ),

@@ -1,4 +1,4 @@
-"""The command line: `clipless train`, `tune`, `budget`, `check`, `audit`, `report`, `bench`, `reproduce`.
+"""The command line: `clipless train`, `tune`, `budget`, `check`, `audit`, `compare`, `report`, `bench`, `reproduce`.
 
 Exit codes: 0 done; 1 `check` found a model unsound, `audit` refuted a claim, an engine of clipless failed in `bench`, or a
 bug; 2 an argument or a data set was refused; 3 the last line of a ledger is torn, and shown as one more step; 4 a ledger,
@@ -48,16 +48,20 @@ COMMANDS = {
         "clipless bench --models mlp,cnn --rounds 20 --no-opacus --scaling none",
     ),
     "tune": CommandEntry(
-        "Train a grid of candidates, choose the best by test accuracy, and release it under one total (epsilon, delta).",
+        "Train a grid of candidates, choose the best by its test, and release it under one total (epsilon, delta).",
         "clipless tune --try lr=0.05,0.1,0.2 --try clipping=auto-s,dc-e --epsilon 3",
+    ),
+    "compare": CommandEntry(
+        "Train several clippings, and without privacy, at one budget over seeds: one table, one figure, and which to take.",
+        "clipless compare --clippings auto-s,abadi,dc-p,none --seeds 3 --epsilon 3",
     ),
     "report": CommandEntry(
         "What a run promised and has spent, from its ledger, and what in its files is not private.",
-        "clipless report --accountant pld runs/digits-mlp-auto-s",
+        "clipless report --html report.html runs/digits-mlp-auto-s",
     ),
     "reproduce": CommandEntry(
-        "Reproduce a paper's figures, in one folder with a page that shows them side by side.",
-        "clipless reproduce --out runs/theory theory",
+        "Reproduce a paper's figures and tables beside the published numbers, in one folder.",
+        "clipless reproduce --quick auto-fashion",
     ),
 }
 

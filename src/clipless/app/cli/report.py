@@ -1,7 +1,7 @@
 """`clipless report`: what a run promised, what it has spent, and what in its files is not private."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -15,7 +15,10 @@ TORN = 3
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, or a ledger file.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or ledger files.")],
+    html: Annotated[
+        Path | None, typer.Option(help="Write the report as one page, FILE.html, which needs no network.")
+    ] = None,
     head: Annotated[
         str | None, typer.Option(help="A hash of this ledger that was kept elsewhere: it must contain all up to there.")
     ] = None,
@@ -27,21 +30,38 @@ def report(
 ) -> None:
     """What a run promised and has spent, from its ledger, and what in its files is not private.
 
-    Exit code 3: the last line of the ledger is torn, as after a crash, and counted as one more step. Exit code 4: the
-    ledger is damaged or was edited, and nothing is shown.
+    Several runs are shown one after the other, and on the page of --html side by side. Exit code 3: the last line of a
+    ledger is torn, as after a crash, and counted as one more step. Exit code 4: a ledger is damaged or was edited, and
+    nothing is shown.
     """
-    reading = read_run(run, head)
-    if not reading.private:
-        _show_without_privacy(reading, as_json)
-        return
-    spent = reading.spent(delta, accountant)
+    if head is not None and len(runs) > 1:
+        raise InvalidArgument("--head is the hash of one ledger: report that run by itself.")
+    readings = [read_run(run, head) for run in runs]
+    written = None if html is None else _write_page(html, readings, delta, accountant)
+    found = [_Found(reading, reading.spent(delta, accountant) if reading.private else None) for reading in readings]
     if as_json:
-        _output.show_json(_as_record(reading, spent))
+        records = [_as_record(one) for one in found]
+        page = {} if written is None else {"page": str(written)}
+        _output.show_json((records[0] if len(records) == 1 else {"runs": records}) | page)
     else:
-        _output.show_table(f"Run in {run}", _as_rows(reading, spent))
-        for name, why in reading.not_private().items():
-            _output.show_note(f"Not private: {name}, {why}.")
-    warn(reading, spent, quiet=as_json)
+        for one in found:
+            _show(one)
+        if written is not None:
+            typer.echo(f"written: {written}")
+    warn(found, quiet=as_json)
+
+
+class _Found(NamedTuple):
+    """A run and what it has spent; None without privacy."""
+
+    reading: RunReport
+    spent: Spent | None
+
+
+def _write_page(html: Path, readings: list[RunReport], delta: float | None, accountant: str | None) -> Path:
+    from clipless.app.report_page.page import checked_path, named, write_page
+
+    return write_page(checked_path(html), named(readings), delta, accountant)
 
 
 def show_ledger(path: Path, head: str | None, delta: float | None, accountant: str, as_json: bool) -> None:
@@ -55,18 +75,31 @@ def show_ledger(path: Path, head: str | None, delta: float | None, accountant: s
         _output.show_json(answer)
     else:
         _output.show_table("Privacy spent", _spent_rows(spent) | {"ledger": reading.state})
-    warn(reading, spent, quiet=as_json)
+    warn([_Found(reading, spent)], quiet=as_json)
 
 
-def warn(reading: RunReport, spent: Spent, quiet: bool) -> None:
+def warn(found: list[_Found], quiet: bool) -> None:
     """Show on stderr what weakens the numbers; a torn ledger ends with its exit code."""
-    if spent.approximation and not quiet:
+    if any(one.spent and one.spent.approximation for one in found) and not quiet:
         _output.show_note(APPROXIMATION_NOTE)
-    if reading.torn:
+    torn = [one.reading for one in found if one.reading.torn]
+    for reading in torn:
+        which = f"the ledger of {reading.path}" if len(found) > 1 else "the ledger"
         _output.show_note(
-            "The last line of the ledger is torn: the run was cut off while writing it. It counts as a step."
+            f"The last line of {which} is torn: the run was cut off while writing it. It counts as a step."
         )
+    if torn:
         raise typer.Exit(TORN)
+
+
+def _show(found: _Found) -> None:
+    reading, spent = found
+    if spent is None:
+        _output.show_note(f"The run in {reading.path} was trained without privacy: nothing in it is private.")
+        return
+    _output.show_table(f"Run in {reading.path}", _as_rows(reading, spent))
+    for name, why in reading.not_private().items():
+        _output.show_note(f"Not private: {name}, {why}.")
 
 
 def _spent_rows(spent: Spent) -> dict[str, str]:
@@ -118,7 +151,10 @@ def _search_rows(search: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _as_record(reading: RunReport, spent: Spent) -> dict[str, Any]:
+def _as_record(found: _Found) -> dict[str, Any]:
+    reading, spent = found
+    if spent is None:
+        return {"private": False, "not_private": {"model.pt": "trained without privacy"}}
     file = reading.file
     return {
         "private": True,
@@ -135,10 +171,3 @@ def _as_record(reading: RunReport, spent: Spent) -> dict[str, Any]:
         },
         "not_private": reading.not_private(),
     }
-
-
-def _show_without_privacy(reading: RunReport, as_json: bool) -> None:
-    if as_json:
-        _output.show_json({"private": False, "not_private": {"model.pt": "trained without privacy"}})
-    else:
-        _output.show_note(f"The run in {reading.path} was trained without privacy: nothing in it is private.")

@@ -97,7 +97,10 @@ class Layout:
     ) -> bool:
         """Whether the number of rows per record differs between the two passes, that is, depends on the data."""
         found = zip(one[place], other[place], self._dims.get(place, ()), strict=False)
-        return any(dim is not None and dim >= 0 and a[dim] * sizes[1] != b[dim] * sizes[0] for a, b, dim in found)
+        return any(
+            dim is not None and dim >= 0 and (len(a) != len(b) or a[dim] * sizes[1] != b[dim] * sizes[0])
+            for a, b, dim in found
+        )
 
     def _note_rows(self, place: Place, passes: tuple[Shapes, Shapes], sizes: tuple[int, ...]) -> None:
         """Record which tensors at a place have rows that are not the records."""

@@ -143,8 +143,6 @@ def _operation(func: Function, args: Any, kwargs: Any) -> Any:
     plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Traced)]
     sizes = [leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)]
     owner = traced[0].roots[0].owner
-    if not plain and not sizes and torch.is_grad_enabled():
-        return _of_parameters(func, leaves, spec, traced)
     with DisableTorchFunctionSubclass():
         result = _run(func, [leaf.value.detach() if isinstance(leaf, Traced) else leaf for leaf in leaves], spec)
         outputs = differentiable(result)

@@ -1,0 +1,155 @@
+"""What (ε, δ)-differential privacy means for one person: bounds as functions, and the promise in words."""
+
+import math
+from typing import Any
+
+from clipless.accounting import Spent
+from clipless.app.report import RunReport
+from clipless.app.report_page.values import PUBLIC, SIZE, MarkedText, percent_up
+from clipless.rounding import rounded_up
+
+EXAMPLE = 0.01
+Sentence = list[MarkedText]
+
+
+def odds_factor(epsilon: float) -> float:
+    """e^ε: how much more probable any outcome can become by one record, apart from δ.
+
+    >>> round(odds_factor(1.0), 3), odds_factor(1000.0)
+    (2.718, inf)
+    """
+    return math.exp(epsilon) if epsilon < 700 else math.inf
+
+
+def most_probable(probability: float, epsilon: float, delta: float) -> float:
+    """The largest probability that an outcome can have with a record, if it has this one without: min(1, e^ε p + δ).
+
+    >>> most_probable(0.01, 0.0, 0.0), most_probable(0.5, 2.0, 0.0)
+    (0.01, 1.0)
+    """
+    return min(1.0, odds_factor(epsilon) * probability + delta)
+
+
+def advantage(epsilon: float, delta: float) -> float:
+    """The largest TPR − FPR of any test of whether a record was used: tanh(ε/2) + δ (1 − tanh(ε/2)).
+
+    (ε, δ)-DP demands TPR ≤ e^ε FPR + δ and 1 − FPR ≤ e^ε (1 − TPR) + δ. The sum of both errors is least where the lines
+    cross, at FPR = FNR = (1 − δ) / (1 + e^ε), so TPR − FPR ≤ 1 − 2 (1 − δ) / (1 + e^ε), which is this.
+
+    >>> advantage(0.0, 0.0), advantage(0.0, 0.25), advantage(math.inf, 0.0)
+    (0.0, 0.25, 1.0)
+    """
+    without = math.tanh(epsilon / 2)
+    return without + delta * (1 - without)
+
+
+def right_guesses(epsilon: float, delta: float) -> float:
+    """The largest probability of guessing right whether a record was used, if a fair coin decided: (1 + advantage) / 2.
+
+    >>> right_guesses(0.0, 0.0), round(right_guesses(math.log(3), 0.0), 9)
+    (0.5, 0.75)
+    """
+    return (1 + advantage(epsilon, delta)) / 2
+
+
+def promise(reading: RunReport, spent: Spent) -> dict[str, list[Sentence]]:
+    """The promise of a private run in paragraphs, each under its question."""
+    return {
+        "Who is protected?": [_protected(reading)],
+        "Against whom?": [
+            [
+                MarkedText(
+                    "Anyone who sees the final model, all models in between and everything the run released, who may know "
+                    "all other records and may have any computing power. What they compute from it later is covered too."
+                )
+            ]
+        ],
+        "What is promised?": [_promised(reading, spent)],
+        "How is it kept?": _kept(reading.plan),
+        "What does that mean for one person?": _meaning(spent),
+        "What is not promised?": [
+            [
+                MarkedText(
+                    "That nothing can be learned about a person: what the other records show is "
+                    "learned with or without theirs. Files marked as not private below are not covered, nor is any other "
+                    "run on the same records: the epsilons of several runs add up."
+                )
+            ]
+        ],
+    }
+
+
+def _protected(reading: RunReport) -> Sentence:
+    data = reading.record.get("data")
+    name = f" of the data set {data}" if data else ""
+    return [
+        MarkedText(f"Each training record{name}, of which there are"),
+        MarkedText(f"{reading.plan['dataset_size']:,}", PUBLIC, SIZE),
+        MarkedText(
+            ". A record is one row of the data. A person with several rows is protected less: with k rows, epsilon is k "
+            "times as large, and delta grows even faster."
+        ),
+    ]
+
+
+def _promised(reading: RunReport, spent: Spent) -> Sentence:
+    kind = f"({rounded_up(spent.epsilon)}, {rounded_up(spent.delta)})-differential privacy"
+    change = "adding or removing one record" if "add or remove" in reading.plan["neighbouring"] else ""
+    relation = f"Two data sets are neighbours if they differ by {change or reading.plan['neighbouring']}. "
+    if math.isinf(spent.epsilon):
+        return [MarkedText("Nothing: the epsilon of what this run released is infinite.")]
+    return [
+        MarkedText(
+            f"{kind}. {relation}Any outcome of the training, and of whatever is done with the model later, is at most e^ε = "
+            f"{rounded_up(odds_factor(spent.epsilon))} times as probable as with a neighbouring data set, plus δ = "
+            f"{rounded_up(spent.delta)}."
+        )
+    ]
+
+
+def _kept(plan: dict[str, Any]) -> list[Sentence]:
+    if "tuning" in plan:
+        search = plan["tuning"]
+        count = len(search["candidates"])
+        return [
+            [
+                MarkedText(
+                    f"By training a grid of {count} candidates, released by {search['method']}; one price covers all."
+                )
+            ]
+        ]
+    rate, batch = percent_up(plan["sample_rate"]), plan["expected_batch"]
+    poisson = f"each record independently with probability {rate} ({batch:,} records expected)"
+    drawn = poisson if plan["sampling"] == "poisson" else f"by {plan['sampling']} sampling, {batch:,} records expected"
+    return [
+        [
+            MarkedText(
+                f"In each of {plan['steps']:,} steps a batch is drawn, {drawn}. The gradient of each record is scaled down "
+                f"to a bounded length, the sum of all is released with Gaussian noise of {plan['noise_multiplier']:.4g} "
+                "times that bound, and nothing else of the batch is shown."
+            )
+        ]
+    ]
+
+
+def _meaning(spent: Spent) -> list[Sentence]:
+    if math.isinf(spent.epsilon):
+        return [[MarkedText("There is no bound on what can be learned about one person.")]]
+    worst = percent_up(most_probable(EXAMPLE, spent.epsilon, spent.delta))
+    guess, edge = right_guesses(spent.epsilon, spent.delta), advantage(spent.epsilon, spent.delta)
+    return [
+        [
+            MarkedText(
+                f"Something that would happen to them with a chance of {percent_up(EXAMPLE)} had their record been left "
+                f"out, happens with a chance of at most {worst} now that it was used."
+            )
+        ],
+        [
+            MarkedText(
+                "An attacker who knows all other records, and for whom a fair coin decided whether this one was used, "
+                f"guesses right with a probability of at most {percent_up(guess)}; without seeing anything it is 50 %. The "
+                f"rate of right alarms exceeds that of false ones by at most {percent_up(edge)}. These are worst "
+                "cases; no attack need come near."
+            )
+        ],
+    ]
