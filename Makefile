@@ -54,7 +54,7 @@ test-torch:
 test-worlds: $(VENV)/.test
 	$(BIN)/python tests/distributed/all_worlds.py
 
-sabotage: $(VENV)/.test
+sabotage: $(VENV)/.integrations
 	$(BIN)/python tests/sabotages.py
 
 sweep: $(VENV)/.test

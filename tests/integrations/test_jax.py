@@ -137,6 +137,15 @@ def test_batches_have_few_shapes_and_no_record_is_left_out() -> None:
     assert shapes == {80}
 
 
+def test_a_larger_batch_than_usual_is_whole() -> None:
+    """Padding is to a multiple of the usual rows, so a batch that needs more gets more."""
+    run = make_private({"w": jnp.zeros(1)}, np.ones((40, 1), np.float32), **PLAN | {"batch_size": 40}, seed=1)
+    run._fetch.rows = 16
+    whole = run._fetch.once(torch.arange(40))
+    assert whole.shape == (48, 1)
+    assert whole.sum() == 40
+
+
 def test_many_records_are_added_in_float64() -> None:
     """A float32 sum of 80,000 equal records, one after the other, is off by many of them."""
     size = 40 * BLOCK + 1

@@ -49,7 +49,7 @@ def test_a_rule_without_a_form_is_refused_until_it_is_registered(monkeypatch: py
 
     monkeypatch.setattr("clipless.integrations.jax.rules.FACTORS", dict(FACTORS))
     rule, rows = Half(), {"w": jnp.array([[3.0, 4.0]])}
-    with pytest.raises(InvalidType, match=r"has no JAX form: register .* register_rule, or take one of Abadi"):
+    with pytest.raises(InvalidType, match=r"has no JAX form: register .*register_rule, or take one of Abadi"):
         clipped_sum(rows, clipless.Clipping("half", rule, clipless.thresholds.Constant(1.0)))
     register_rule(Half)(lambda rule, norms, thresholds: factors(RULES["abadi"], norms, thresholds) / 2)
     found = clipped_sum(rows, clipless.Clipping("half", rule, clipless.thresholds.Constant(1.0)))
