@@ -1,12 +1,18 @@
 """What would break the promise of Trainer.fit is refused, with the remedy."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
@@ -64,6 +70,15 @@ class WithBatchNorm(Classifier):
         self.body.append(nn.BatchNorm1d(6))
 
 
+class TwoOptimizers(Classifier):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.body.parameters(), lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)]
+
+
+def by_time() -> ModelCheckpoint:
+    return ModelCheckpoint(train_time_interval=timedelta(minutes=10))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -73,6 +88,9 @@ class WithBatchNorm(Classifier):
         ({"max_epochs": -1}, "without end"),
         ({"limit_train_batches": 3, "accumulate_grad_batches": 2}, "multiple"),
         ({"accumulate_grad_batches": 100}, "accumulate_grad_batches"),
+        ({"accumulate_grad_batches": 2, "max_time": "00:01:00:00"}, "max_steps"),
+        ({"accumulate_grad_batches": 2, "others": by_time, "enable_checkpointing": True}, "every_n_train_steps"),
+        ({"accumulate_grad_batches": 2, "val_check_interval": 1, "validation": True}, "multiple of accumulate"),
         ({"module": Manual}, "automatic_optimization"),
         ({"module": ClipsItself}, "configure_gradient_clipping"),
         ({"module": Fetches}, "batch_idx"),

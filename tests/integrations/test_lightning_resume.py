@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_runs import QUIET, Classifier, loader, privacy, records, same_weights, trainer
+from lightning_runs import BATCH, QUIET, Classifier, loader, privacy, records, same_weights, trainer
 from torch.utils.data import DataLoader
 
 import clipless
@@ -16,11 +16,19 @@ from clipless.integrations.lightning import PrivateTraining
 pytestmark = [
     *[pytest.mark.filterwarnings(text) for text in QUIET],
     pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before the epoch ended.*"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided.*"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed.*"),
 ]
 
 
 def train(
-    folder: Path, path: Path | None = None, seed: int = 1, how: Any = None, settings: Any = None, **options: Any
+    folder: Path,
+    path: Path | None = None,
+    seed: int = 1,
+    how: Any = None,
+    settings: Any = None,
+    batch_size: int = BATCH,
+    **options: Any,
 ) -> tuple[Classifier, PrivateTraining]:
     """Two epochs of 6 steps with Poisson batches, a validation after each, and a checkpoint every `every` steps."""
     torch.manual_seed(seed)
@@ -30,7 +38,7 @@ def train(
     )
     options = {"max_epochs": 2, "enable_checkpointing": True} | options
     made = trainer(folder, callback, checkpoints, **options)
-    made.fit(module, loader(), DataLoader(records(), batch_size=16), ckpt_path=path)
+    made.fit(module, loader(batch_size), DataLoader(records(), batch_size=16), ckpt_path=path)
     return module, callback
 
 
@@ -48,6 +56,22 @@ def test_resumed_in_and_after_an_epoch(clipping: str, step: int, tmp_path: Path)
     assert torch.equal(resumed.private.thresholds, callback.private.thresholds)
     (ledger,) = (tmp_path / "ledgers").iterdir()
     assert clipless.read_ledger(ledger).recorded().steps == 12
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_resumed_with_batches_in_parts(step: int, tmp_path: Path) -> None:
+    """The checkpoint of its last step is not written again after the first part of the next batch."""
+    parts = {"accumulate_grad_batches": 2, "max_epochs": 1, "batch_size": BATCH // 2}
+    whole, callback = train(tmp_path, **parts)
+    path = tmp_path / "kept" / f"{step}.ckpt"
+    written = path.stat().st_mtime_ns
+    again, resumed = train(tmp_path, path, seed=77, **parts)
+    assert path.stat().st_mtime_ns == written
+    assert same_weights(whole, again)
+    assert callback.private is not None
+    assert resumed.private is not None
+    assert resumed.private.ledger == callback.private.ledger
+    assert resumed.private.steps_taken == 6
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
