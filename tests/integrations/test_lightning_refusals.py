@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy
@@ -70,9 +71,12 @@ class WithBatchNorm(Classifier):
         self.body.append(nn.BatchNorm1d(6))
 
 
-class TwoOptimizers(Classifier):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.body.parameters(), lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)]
+class WithFixedBatchNorm(Classifier):
+    """Allowed by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.append(nn.BatchNorm1d(6).eval().requires_grad_(False))
 
 
 def by_time() -> ModelCheckpoint:
@@ -98,7 +102,9 @@ def by_time() -> ModelCheckpoint:
         ({"module": SkipsSteps}, "without its backward"),
         ({"module": SkipsEpochs, "max_epochs": 2}, "was not stepped"),
         ({"module": WithBatchNorm}, "GroupNorm"),
+        ({"module": WithFixedBatchNorm, "others": lambda: StochasticWeightAveraging(0.1)}, "further epoch"),
         ({"precision": "bf16-mixed"}, "RecordLosses"),
+        ({"limit_train_batches": 0}, "no step"),
         ({"others": LearningRateFinder}, "clipless tune"),
         ({"others": lambda: GradientAccumulationScheduler({0: 2})}, "accumulate_grad_batches"),
     ],
@@ -125,9 +131,21 @@ def test_a_search_for_the_learning_rate_is_refused(tmp_path: Path) -> None:
         Tuner(train).lr_find(Classifier(), train_dataloaders=loader())
 
 
+def test_a_search_by_the_tuner_for_the_batch_size_is_refused(tmp_path: Path) -> None:
+    class Sized(Classifier):
+        batch_size = 4
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return loader(self.batch_size)
+
+    train = trainer(tmp_path, PrivateTraining(privacy()))
+    with pytest.raises(clipless.Misuse, match="clipless tune"):
+        Tuner(train).scale_batch_size(Sized())
+
+
 def test_a_search_for_the_batch_size_is_refused() -> None:
     with pytest.raises(clipless.Misuse, match="clipless tune"):
-        refuse_callbacks([BatchSizeFinder()])
+        refuse_callbacks([BatchSizeFinder()], Classifier())
 
 
 def test_other_strategies_are_refused() -> None:

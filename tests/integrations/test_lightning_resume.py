@@ -74,15 +74,19 @@ def test_resumed_with_batches_in_parts(step: int, tmp_path: Path) -> None:
     assert resumed.private.steps_taken == 6
 
 
-def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
-    class Killed(Exception):
-        pass
+class Killed(Exception):
+    pass
 
-    class Dies(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.global_step == 5:
-                raise Killed
-            return super().training_step(batch, batch_idx)
+
+class Dies(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 5:
+            raise Killed
+        return super().training_step(batch, batch_idx)
+
+
+def interrupted(tmp_path: Path, **how: Any) -> tuple[Classifier, PrivateTraining]:
+    """Five steps, of which the last is in the ledger alone, and a run that goes on from there."""
 
     def run(kind: type[Classifier], path: Path | None, **how: Any) -> tuple[Classifier, PrivateTraining]:
         torch.manual_seed(1)
@@ -96,33 +100,37 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
 
     with pytest.raises(Killed):
         run(Dies, None)
-    module, callback = run(Classifier, tmp_path / "last.ckpt")
+    return run(Classifier, tmp_path / "last.ckpt", **how)
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    module, callback = interrupted(tmp_path)
     expected, _ = train(tmp_path / "reference", limit_val_batches=0)
     assert callback.private is not None
     assert callback.private.steps_taken == 12
     assert same_weights(module, expected)
 
 
-def test_other_weights_under_the_same_noise_are_refused(tmp_path: Path) -> None:
-    """A second run from one checkpoint with another learning rate would show the difference of two gradients."""
+def test_a_run_with_new_noise_ends_as_much_earlier_as_steps_were_lost(tmp_path: Path) -> None:
+    module, callback = interrupted(tmp_path, reseed=True)
+    expected, _ = train(tmp_path / "reference", limit_val_batches=0)
+    assert callback.spent().steps == 12
+    assert not same_weights(module, expected)
+
+
+def test_other_gradients_under_the_same_noise_are_refused(tmp_path: Path) -> None:
+    """A second run from one checkpoint with other losses would show the difference of two gradients."""
     train(tmp_path)
 
-    class Faster(Classifier):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+    class Other(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return super().training_step((x, (y + 1) % 3), batch_idx)
 
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            with torch.no_grad():
-                self.head.bias.add_(1.0)
-
-    def resumed(**how: Any) -> PrivateTraining:
-        callback = PrivateTraining(privacy(), **how)
-        path = tmp_path / "kept" / "4.ckpt"
-        trainer(tmp_path, callback, max_epochs=2).fit(Faster(), loader(), ckpt_path=path)
-        return callback
-
+    callback = PrivateTraining(privacy())
     with pytest.raises(clipless.ReplayDiffers):
-        resumed()
+        trainer(tmp_path, callback, max_epochs=2).fit(Other(), loader(), ckpt_path=tmp_path / "kept" / "4.ckpt")
+    assert callback.spent().steps == 12
 
 
 def test_other_plans_and_plain_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ class PrivateTraining(Callback):
                 "fit(ckpt_path=...); for a new run on other records do the same without ckpt_path."
             )
         refuse_trainer(trainer)
-        refuse_callbacks(trainer.callbacks)
+        refuse_callbacks(trainer.callbacks, pl_module)
         refuse_times(trainer.callbacks, trainer.accumulate_grad_batches)
         refuse_module(pl_module)
         if self._loss_reduction == "mean" and not isinstance(pl_module, RecordLosses):

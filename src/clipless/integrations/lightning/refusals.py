@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    StochasticWeightAveraging,
     Timer,
 )
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -60,9 +61,14 @@ def refuse_module(module: LightningModule) -> None:
         raise Misuse("training_step(dataloader_iter) fetches batches itself: take training_step(batch, batch_idx).")
 
 
-def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Raise for callbacks that train outside the budget or change the batch within a run."""
+def refuse_callbacks(callbacks: Sequence[Callback], module: LightningModule) -> None:
+    """Raise for callbacks that use records outside the budget or change the batch within a run."""
     for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
+            raise Misuse(
+                "StochasticWeightAveraging measures the statistics of BatchNorm on the records in a further epoch, without "
+                "noise: replace BatchNorm with GroupNorm (clipless.replace_batchnorm(model)), or use EMAWeightAveraging."
+            )
         if isinstance(callback, (LearningRateFinder, BatchSizeFinder)):
             raise Misuse(
                 f"{type(callback).__name__} trains on the records before the run, which nothing accounts for: find the "
