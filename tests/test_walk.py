@@ -32,7 +32,7 @@ def test_a_policy_and_convolutions_make_it_longer_by_their_own_files(walks: list
     plain, taken = walks
     added = taken.files - plain.files
     gradients = ("gradients/layers/", "gradients/forms/", "gradients/kernels", "native/")
-    rooms = ("thresholds/", *gradients, "plan", "noise", "saved_run")
+    rooms = ("thresholds/", *gradients, "plan", "noise", "run_state", "saved_run")
     assert added
     assert all(file.startswith(rooms) for file in added), added
     assert len(taken.calls) <= 400

@@ -26,7 +26,7 @@ class PrivacyPlan:
     what the accountant is told; with a noise schedule it is the first step's. `dimensions` has the number of trainable
     parameters of each group. `schedule` says how steps are clipped: in one phase, unless the rule changes within the run.
     With `projections` so many estimate each norm, and a record may move the sum by more than the sensitivity; the
-    accountant knows the law of it.
+    accountant knows the law of it. With `unit_gradients` the optimizer gets the gradient in units of the step's threshold.
     """
 
     epsilon: float
@@ -44,6 +44,7 @@ class PrivacyPlan:
     loss_reduction: str = defaults.LOSS_REDUCTION
     noise: str = "secure"
     sampling: str = "poisson"
+    unit_gradients: bool = False
 
     @cached_property
     def sample_rate(self) -> float:
@@ -99,6 +100,11 @@ class PrivacyPlan:
         """How far one record can move the clipped sum, at these thresholds or at the first step's."""
         return float(sensitivity(self.clipping.start(len(self.groups)) if thresholds is None else thresholds))
 
+    def divisor(self, thresholds: Tensor) -> float:
+        """What the noised sum is divided by at these thresholds. They are constants or released before the step, so what
+        they do to a released sum costs nothing."""
+        return self.expected_batch * self.sensitivity(thresholds) if self.unit_gradients else self.expected_batch
+
     def event(self, step: int = 0) -> StepEvent:
         """What step number `step`, counted from 0, releases: an event for the ledger."""
         relative, phase = relative_noise(self._noise_schedule, step), self.phase(step)
@@ -128,6 +134,8 @@ class PrivacyPlan:
         del fields["schedule"]
         if self.projections is None:
             del fields["projections"]
+        if not self.unit_gradients:
+            del fields["unit_gradients"]
         fields["statistic_multiplier"] = self.statistic_multiplier
         phases = [{**_written(phase.clipping), "steps": phase.end - phase.first} for phase in self.phases]
         several = {"name": self.schedule.name, "phases": phases}
@@ -144,7 +152,7 @@ class PrivacyPlan:
                 f"  steps       {self.steps:,}, each on a {self.sampling} batch of {self.expected_batch:,} expected "
                 f"records (rate {self.sample_rate:.4g})",
                 f"  noise       multiplier {self.noise_multiplier:.4g}{self._split()}, source {self.noise}",
-                f"  clipping    {self._clipped()}",
+                f"  clipping    {self._clipped()}{', gradients in units of the threshold' if self.unit_gradients else ''}",
                 *(
                     []
                     if self.projections is None

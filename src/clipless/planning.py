@@ -32,6 +32,7 @@ def make_plan(
     loss_reduction: str,
     noise: str,
     projections: int | None = None,
+    unit_gradients: bool = False,
 ) -> PrivacyPlan:
     """Check the numbers, fill in the defaults, and compute the noise multiplier or ε, whichever is not given."""
     named("loss_reduction", loss_reduction, dict.fromkeys(LOSS_REDUCTIONS))
@@ -60,6 +61,7 @@ def make_plan(
         projections=projections,
         loss_reduction=loss_reduction,
         noise=noise,
+        unit_gradients=unit_gradients,
     )
     assert plan.phases  # or raises: thresholds that do not fit the groups, a statistic that takes more than the step
     return plan if projections is None else _projected(plan, target=epsilon)

@@ -56,6 +56,7 @@ def make_private(
     group: ProcessGroup | bool | None = None,
     gradients: str = "exact",
     projections: int = defaults.PROJECTIONS,
+    unit_gradients: bool = False,
 ) -> "Private":
     """Make an ordinary training loop differentially private: `optimizer.step()` then releases noised gradients only.
 
@@ -67,8 +68,8 @@ def make_private(
     Several processes train one run together if torch.distributed is initialised, or in the `group` given
     (docs/distributed.md); `group=False` says that this process trains alone, even under torchrun.
     `clipping=` takes a name, an object such as `clipless.auto_s()`, or a `clipless.schedule` of them.
-    `gradients="jl"` estimates norms by random `projections` in forward mode, for models that the exact engine does not
-    take; it costs more noise, needs `private.backward(losses)` and accountant "pld" (docs/projections.md).
+    `gradients="jl"` estimates norms by random `projections` in forward mode (docs/projections.md).
+    `unit_gradients=True` divides the gradient by the step's threshold (docs/clipping.md): one learning rate fits all.
     If anything is refused, nothing has been changed.
     """
     ranks = ranks_of(group)
@@ -78,7 +79,7 @@ def make_private(
         parameters = refusals.trainable(model)
         refusals.refuse_optimizer(optimizer, parameters)
         refusals.refuse_attached((*model.modules(), optimizer), _ATTACHED)
-        refusals.refuse_unclear("allow_overspend", allow_overspend)
+        refusals.refuse_unclear(allow_overspend=allow_overspend, unit_gradients=unit_gradients)
         batch_size = refusals.one_batch_size(batch_size, own_batch_size)
         how = as_schedule(clipping)
         groups = partition(how.groups, parameters)
@@ -97,6 +98,7 @@ def make_private(
             loss_reduction=loss_reduction,
             noise=chosen_noise(noise, seed),
             projections=refusals.chosen_projections(gradients, projections, kernels, ranks.size, is_sharded(model)),
+            unit_gradients=unit_gradients,
         )
         if check is not None:
             for phase in plan.phases:
@@ -162,16 +164,14 @@ class Private(SavedRun):
         self._source.erase()
         if self._journal:
             self._journal.close()
-        _ATTACHED.difference_update(self._engine.modules)
-        _ATTACHED.discard(self._optimizer)
+        _ATTACHED.difference_update({*self._engine.modules, self._optimizer})
 
     def _attach(self) -> None:
         self._engine.attach()
         self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
         self._handles += [self._guard.attach(self._engine.parameters), self._idle.attach()]
         self._handles += [self._shards.attach()] if self._shards else []
-        _ATTACHED.update(self._engine.modules)
-        _ATTACHED.add(self._optimizer)
+        _ATTACHED.update({*self._engine.modules, self._optimizer})
 
     # What the loader announces.
 
@@ -261,7 +261,7 @@ class Private(SavedRun):
         sums, where = self._engine.complete(), f"the release of step {step + 1}"
         with self._ranks.together(where) as told:
             gradients = self._noised_gradients(step, sums, stddevs)
-            statistic = self._noised_statistic(step, self._statistic)
+            statistic = None if self._statistic is None else self._noised_statistic(step, self._statistic)
             if self._ranks.size > 1:
                 told.own = self._digests(gradients, statistic)
         if self._ranks.size == 1 and self._journal is None:
@@ -283,9 +283,9 @@ class Private(SavedRun):
         return [by_group[self.plan.groups.group_of[name]] for name in self._engine.parameters]
 
     def _noised_gradients(self, step: int, sums: Mapping[str, Tensor], stddevs: list[float]) -> dict[str, Tensor]:
-        """The private gradients: (clipped sum over all ranks + noise) / expected batch, in fresh tensors."""
+        """The private gradients: (clipped sum over all ranks + noise) / the plan's divisor, in fresh tensors."""
         parameters, values, shards = self._engine.parameters, list(sums.values()), self._shards
-        release = partial(self._source.release, "gradient", step, divisor=self.plan.expected_batch)
+        release = partial(self._source.release, "gradient", step, divisor=self.plan.divisor(self._thresholds))
         shared = self._ranks, shards, values, stddevs, self._statistic, release
         released = released_sums(*shared) if self._ranks.size > 1 else release(values, stddevs)
         noised = {name: part.to(p.dtype) for (name, p), part in zip(parameters.items(), released, strict=True)}

@@ -80,10 +80,11 @@ def refuse_attached(things: Iterable[object], attached: Collection[object]) -> N
         raise Misuse("this model or optimizer is private already: call detach() on its Private object first.")
 
 
-def refuse_unclear(name: str, value: object) -> None:
+def refuse_unclear(**switches: object) -> None:
     """Raises for anything but True and False."""
-    if not isinstance(value, bool):
-        raise InvalidType(f"{name} must be True or False, got {value!r}.")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise InvalidType(f"{name} must be True or False, got {value!r}.")
 
 
 def one_batch_size(given: int | None, of_loader: int | None) -> int | None:

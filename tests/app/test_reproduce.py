@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from clipless.app.cli import app
-from clipless.app.reproduce import REPRODUCTIONS, theory
+from clipless.app.reproduce import reproductions, theory
 from clipless.app.reproduce.drawing import Drawing
 from clipless.errors import InvalidArgument
 
@@ -63,7 +63,7 @@ def test_command_tells_people_where_to_look(tmp_path: Path, monkeypatch: pytest.
 
 def test_list_names_everything() -> None:
     done = CliRunner().invoke(app, ["reproduce", "--list", "--json"])
-    assert json.loads(done.stdout) == {name: each.what for name, each in REPRODUCTIONS.items()}
+    assert json.loads(done.stdout) == {name: each.what for name, each in reproductions().items()}
     assert "theory" in CliRunner().invoke(app, ["reproduce", "--list"]).stdout
 
 

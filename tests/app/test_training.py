@@ -37,8 +37,8 @@ def weights(result: Result) -> Tensor:
 def test_run_reports_what_it_promises(data: Data, clipping: str) -> None:
     result = train(data, replace(QUICK, clipping=clipping))
     private = clipping != "none"
-    assert len(result.accuracies) == 2
-    assert result.accuracy == result.accuracies[-1] == training.accuracy(result.model, data.test)
+    assert len(result.scores) == 2
+    assert result.score == result.scores[-1] == training.accuracy(result.model, data.test)
     assert result.steps == 6
     assert (result.plan is not None) == (result.ledger is not None) == private
     if private:
@@ -52,7 +52,7 @@ def test_run_reports_what_it_promises(data: Data, clipping: str) -> None:
 
 @pytest.mark.parametrize("clipping", ["none", "auto-s"])
 def test_learns_when_the_budget_allows(data: Data, clipping: str) -> None:
-    assert train(data, replace(QUICK, clipping=clipping, epsilon=50.0, epochs=10, lr=0.3)).accuracy > 0.9
+    assert train(data, replace(QUICK, clipping=clipping, epsilon=50.0, epochs=10, lr=0.3)).score > 0.9
 
 
 def test_stronger_privacy_is_less_accurate_or_noisier(data: Data) -> None:
@@ -93,8 +93,8 @@ def test_progress_counts_steps_and_knows_epsilon_after_an_epoch(data: Data) -> N
     result = train(data, QUICK, on_progress=seen.append)
     assert [p.step for p in seen] == [1, 2, 3, 3, 4, 5, 6, 6]
     assert {p.steps for p in seen} == {6}
-    assert (seen[0].epsilon, seen[0].accuracy) == (None, None)
-    assert tuple(p.accuracy for p in (seen[3], seen[-1])) == result.accuracies
+    assert (seen[0].epsilon, seen[0].score) == (None, None)
+    assert tuple(p.score for p in (seen[3], seen[-1])) == result.scores
     assert seen[3].epsilon is not None
     assert result.epsilon is not None
     assert 0 < seen[3].epsilon < result.epsilon
@@ -148,13 +148,13 @@ def test_saved_run_is_complete_and_loads(data: Data, tmp_path: Path, clipping: s
     run = json.loads(path.read_text())
     assert run["private"] == (clipping != "none")
     assert run["arguments"]["clipping"] == clipping
-    assert run["metrics"]["test_accuracy"] == result.accuracy
+    assert run["metrics"]["test_accuracy"] == result.score
     assert [run["plan"], run["ledger"]] == json.loads(json.dumps([result.plan, result.ledger]))
     assert {"clipless", "torch", "python"} <= set(run["versions"])
     assert all(name.split(".")[0] in run for name in run["not_private"])
     copy = nn.Sequential(nn.Flatten(), nn.Linear(8, 3))
     copy.load_state_dict(torch.load(path.with_name("model.pt"), weights_only=True))
-    assert training.accuracy(copy, data.test) == result.accuracy
+    assert training.accuracy(copy, data.test) == result.score
 
 
 @pytest.mark.parametrize(("clipping", "accountant"), [("auto-s", "gdp"), ("auto-s", "pld"), ("none", "gdp")])
@@ -179,7 +179,7 @@ def test_only_what_may_be_shown_is_reported(data: Data, tmp_path: Path) -> None:
     public = {"epsilon", "delta", "steps", "seconds", "parameters"}
     assert set(run["metrics"]) == public | {"test_accuracy", "test_accuracy_per_epoch"}
     assert {f"metrics.{name}" for name in set(run["metrics"]) - public} < set(run["not_private"])
-    assert {field.name for field in fields(TrainingProgress)} == {"step", "steps", "epsilon", "accuracy", "threshold"}
+    assert {field.name for field in fields(TrainingProgress)} == {"step", "steps", "epsilon", "score", "threshold"}
 
 
 def test_earlier_runs_are_kept(data: Data, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_the_candidate_that_learns_is_chosen() -> None:
     tuned = tune(planned("grid", lr=[1e-9, 0.5, 1e-8]), seed=2)
     assert tuned.settings.lr == 0.5
     assert tuned.scores is not None
-    assert tuned.result.accuracy == max(tuned.scores) == tuned.scores[1] > 0.7
+    assert tuned.result.score == max(tuned.scores) == tuned.scores[1] > 0.7
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -160,7 +160,7 @@ def test_chosen_among_those_drawn(method: str) -> None:
     search = planned(method, lr=[1e-9, 0.01, 0.5])
     runs = list(outcomes(_draw_tasks(search, 5, DATA), InProcess(), lambda steps: None))
     tuned = tune(search, seed=5)
-    assert tuned.result.accuracy == max(one.score for one in runs)
+    assert tuned.result.score == max(one.score for one in runs)
     assert tuned.chosen == best(iter(runs)).candidate
     assert (tuned.scores is None) == (method != "grid")
     assert len(runs) > 1
@@ -249,7 +249,7 @@ def test_a_killed_worker_changes_nothing_but_the_time() -> None:
     disturbed = tune(search, Processes(2), seed=seed)
     assert Path(os.environ["FLAG"]).exists()
     assert disturbed.chosen == undisturbed.chosen
-    assert disturbed.result.accuracies == undisturbed.result.accuracies
+    assert disturbed.result.scores == undisturbed.result.scores
     before, after = undisturbed.result.model.state_dict(), disturbed.result.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -277,7 +277,7 @@ def test_any_executor_will_do() -> None:
     search = planned("papernot-steinke")
     with ThreadPoolExecutor(3) as executor:
         elsewhere = tune(search, Borrowed(executor, width=3), seed=3)
-    assert elsewhere.result.accuracies == tune(search, seed=3).result.accuracies
+    assert elsewhere.result.scores == tune(search, seed=3).result.scores
 
 
 def test_workers_with_other_data_are_refused() -> None:
@@ -297,8 +297,8 @@ def test_no_seed_and_no_loser_in_the_files(method: str, tmp_path: Path) -> None:
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["arguments"]["seed"] == seed
     numbers = set(_numbers(record | {"history": None}))
-    assert not (losers - set(tuned.result.accuracies)) & numbers
-    assert len(losers - {tuned.result.accuracy}) > 0
+    assert not (losers - set(tuned.result.scores)) & numbers
+    assert len(losers - {tuned.result.score}) > 0
     assert len(tasks) not in numbers
     for task in tasks:
         assert str(task.settings.seed) not in written + repr(task) + repr(run(task))

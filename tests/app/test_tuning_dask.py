@@ -85,7 +85,7 @@ def test_a_worker_killed_during_the_work_changes_nothing_but_the_time(
     disturbed = tune(search, DaskCluster(cluster), source="digits", seed=seed, out=tmp_path / "out")
     assert (folder / "killed").read_text() != str(os.getpid())
     assert disturbed.chosen == undisturbed.chosen
-    assert disturbed.result.accuracies == undisturbed.result.accuracies
+    assert disturbed.result.scores == undisturbed.result.scores
     before, after = undisturbed.result.model.state_dict(), disturbed.result.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"ledger.jsonl", "model.pt", "run.json"}

@@ -190,7 +190,7 @@ def test_a_stopped_run_resumes_at_any_step(tmp_path: Path, whole: training.Resul
     save_run(result, tmp_path)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(result.model.state_dict()[name], value)
-    assert (result.accuracies, result.ledger, result.epsilon) == (whole.accuracies, whole.ledger, whole.epsilon)
+    assert (result.scores, result.ledger, result.epsilon) == (whole.scores, whole.ledger, whole.epsilon)
     assert sorted(os.listdir(tmp_path)) == ["ledger.jsonl", "model.pt", "run.json"]
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["ledger_file"]["head"] == read_ledger(tmp_path / "ledger.jsonl").head
@@ -267,7 +267,7 @@ def test_all_steps_lost_still_ends_with_a_test(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.pt").write_bytes(earlier)
     result = train(blobs(), secure, saving=Saving(tmp_path, resume=True, reseed=True))
     assert result.steps == 9
-    assert result.accuracy == training.accuracy(result.model, blobs().test)
+    assert result.score == training.accuracy(result.model, blobs().test)
 
 
 def test_reseeding_a_run_keeps_its_budget(tmp_path: Path, whole: training.Result) -> None:

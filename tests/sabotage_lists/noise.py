@@ -16,8 +16,8 @@ SABOTAGES = (
     Sabotage(
         "noise-of-a-resumed-run-less",
         PRIVATE,
-        'release = partial(self._source.release, "gradient", step, divisor=self.plan.expected_batch)',
-        'release = partial(self._source.release, "gradient", 0, divisor=self.plan.expected_batch)',
+        'release = partial(self._source.release, "gradient", step, divisor=self.plan.divisor(self._thresholds))',
+        'release = partial(self._source.release, "gradient", 0, divisor=self.plan.divisor(self._thresholds))',
         (f"{TESTS}/test_noise.py::test_no_two_steps_share_their_noise",),
     ),
     Sabotage(
@@ -171,9 +171,16 @@ SABOTAGES = (
     Sabotage(
         "noise-too-small-to-hide-anything",
         SOURCE,
-        "if not LEAST_STDDEV <= stddev / divisor < math.inf:",
+        "if not (least >= LEAST_STDDEV and stddev / divisor < math.inf):",
         "if not stddev < math.inf:",
         (f"{TESTS}/test_noise_sources.py::test_noise_that_hides_nothing_is_refused",),
+    ),
+    Sabotage(
+        "noise-too-small-before-it-is-divided",
+        SOURCE,
+        "least = min(stddev, stddev / divisor)",
+        "least = stddev / divisor",
+        ("tests/test_unit_gradients.py::test_a_threshold_without_room_for_noise_is_refused_in_units_too",),
     ),
     Sabotage(
         "release-in-the-memory-of-the-sum",

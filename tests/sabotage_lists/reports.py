@@ -9,22 +9,22 @@ SABOTAGES = (
     Sabotage(
         "test-accuracy-taken-for-private",
         RESULT,
-        '"not_private": NOT_PRIVATE if self.settings.seed is None else NOT_PRIVATE | SEEDED,',
+        '"not_private": self.not_private() | ({} if self.settings.seed is None else SEEDED),',
         '"not_private": {} if self.settings.seed is None else SEEDED,',
         (TRAINING, CLI),
     ),
     Sabotage(
         "seed-taken-for-private",
         RESULT,
-        '"not_private": NOT_PRIVATE if self.settings.seed is None else NOT_PRIVATE | SEEDED,',
-        '"not_private": NOT_PRIVATE,',
+        '"not_private": self.not_private() | ({} if self.settings.seed is None else SEEDED),',
+        '"not_private": self.not_private(),',
         (TRAINING, CLI),
     ),
     Sabotage(
         "seed-that-is-none-taken-for-known",
         RESULT,
-        '"not_private": NOT_PRIVATE if self.settings.seed is None else NOT_PRIVATE | SEEDED,',
-        '"not_private": NOT_PRIVATE | SEEDED,',
+        '"not_private": self.not_private() | ({} if self.settings.seed is None else SEEDED),',
+        '"not_private": self.not_private() | SEEDED,',
         (TRAINING, CLI),
     ),
     Sabotage(
@@ -44,8 +44,8 @@ SABOTAGES = (
     Sabotage(
         "best-epoch-reported",
         RESULT,
-        "return self.accuracies[-1]",
-        "return max(self.accuracies)",
+        "return self.scores[-1]",
+        "return max(self.scores)",
         (TRAINING, CLI),
     ),
     Sabotage(

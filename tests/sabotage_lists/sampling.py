@@ -66,8 +66,8 @@ SABOTAGES = (
     Sabotage(
         "every-pass-draws-the-same",
         LOADER,
-        "schedule = _Schedule(self._sampler, self.draws, steps, part_size)",
-        "schedule = _Schedule(self._sampler, 0, steps, part_size)",
+        "schedule = _Schedule(self._sampler, self.draws, steps, split)",
+        "schedule = _Schedule(self._sampler, 0, steps, split)",
         (f"{LOADERS}::test_batches_are_drawn_independently_of_each_other", LOADERS),
     ),
     Sabotage(

@@ -13,9 +13,16 @@ SABOTAGES = (
     Sabotage(
         "divided-by-the-realised-batch",
         "private.py",
-        "divisor=self.plan.expected_batch",
+        "divisor=self.plan.divisor(self._thresholds)",
         "divisor=max(self._engine.seen, 1)",
         (f"{RELEASES}::test_each_release_of_a_flat_run[abadi-uniform-None]",),
+    ),
+    Sabotage(
+        "units-of-the-first-threshold",
+        "plan.py",
+        "self.expected_batch * self.sensitivity(thresholds) if",
+        "self.expected_batch * self.sensitivity() if",
+        ("tests/test_unit_gradients.py::test_the_release_is_divided_by_the_threshold_and_nothing_else_changes",),
     ),
     Sabotage(
         "sum-not-divided",

@@ -39,15 +39,16 @@ class NoiseSource:
     ) -> list[Tensor]:
         """Each value plus normal noise of its standard deviation, rounded to a multiple of `grid(stddev)`, then divided.
 
-        The divisor is at least 1. Results are in the value's type, or float32 if that is finer, in fresh tensors, whose
+        The divisor is positive. Results are in the value's type, or float32 if that is finer, in fresh tensors, whose
         memory has never held a value without noise. The values are left as they are. They use the numbers of the step's
         stream one after the other, or, with ascending `places`, each from its place on: a shard of a value gets the noise
         that it would get as a part of the whole.
         """
         sums, outs, fits = [], [], True
         for value, stddev in zip(values, stddevs, strict=True):
-            if not LEAST_STDDEV <= stddev / divisor < math.inf:
-                raise _too_little(stddev / divisor)
+            least = min(stddev, stddev / divisor)
+            if not (least >= LEAST_STDDEV and stddev / divisor < math.inf):
+                raise _too_little(least)
             here = value.detach() if value.requires_grad else value
             if not (here.dtype is torch.float32 and here.is_cpu and here.is_contiguous()):
                 here = self._brought_here(here)

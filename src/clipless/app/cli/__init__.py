@@ -48,7 +48,7 @@ COMMANDS = {
         "clipless bench --models mlp,cnn --rounds 20 --no-opacus --scaling none",
     ),
     "tune": CommandEntry(
-        "Train a grid of candidates, choose the best by test accuracy, and release it under one total (epsilon, delta).",
+        "Train a grid of candidates, choose the best by its test, and release it under one total (epsilon, delta).",
         "clipless tune --try lr=0.05,0.1,0.2 --try clipping=auto-s,dc-e --epsilon 3",
     ),
     "report": CommandEntry(
@@ -56,8 +56,8 @@ COMMANDS = {
         "clipless report --accountant pld runs/digits-mlp-auto-s",
     ),
     "reproduce": CommandEntry(
-        "Reproduce a paper's figures, in one folder with a page that shows them side by side.",
-        "clipless reproduce --out runs/theory theory",
+        "Reproduce a paper's figures and tables beside the published numbers, in one folder.",
+        "clipless reproduce --quick auto-fashion",
     ),
 }
 

@@ -38,6 +38,13 @@ def percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{fraction:.2%}"
 
 
+def metric_text(metric: str, value: float | None) -> str:
+    """A metric's value for a reader: accuracies in percent, anything else as a number."""
+    if value is None or metric.endswith("accuracy"):
+        return percent(value)
+    return f"{value:.4g}"
+
+
 def short(value: float | None) -> str:
     """A number rounded up to four digits; a dash for None."""
     return "-" if value is None else rounded_up(value)

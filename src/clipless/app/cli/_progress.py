@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from clipless.app.cli._output import percent, short
+from clipless.app.cli._output import metric_text, short
 
 if TYPE_CHECKING:
     from clipless.app.training import TrainingProgress
@@ -33,32 +33,32 @@ def fraction_bar(title: str, *, visible: bool) -> Iterator[Callable[[float], Non
 
 
 class TrainingBar:
-    """The steps taken, epsilon spent, the threshold and test accuracy, shown from the first report on."""
+    """The steps taken, epsilon spent, the threshold and the last test, shown from the first report on."""
 
-    def __init__(self, title: str, bar: Progress) -> None:
-        self._title, self._bar = title, bar
+    def __init__(self, title: str, bar: Progress, metric: str) -> None:
+        self._title, self._bar, self._metric = title, bar, metric
         self._task: TaskID | None = None
 
     def __call__(self, progress: "TrainingProgress") -> None:
         if self._task is None:
             self._bar.start()
-            self._task = self._bar.add_task(self._title, total=progress.steps, epsilon="-", accuracy="-", threshold="-")
+            self._task = self._bar.add_task(self._title, total=progress.steps, epsilon="-", score="-", threshold="-")
         self._bar.update(
             self._task,
             completed=progress.step,
             epsilon=short(progress.epsilon),
-            accuracy=percent(progress.accuracy),
+            score=metric_text(self._metric, progress.score),
             threshold=short(progress.threshold),
         )
 
 
 @contextmanager
-def training_bar(title: str, *, visible: bool) -> Iterator[TrainingBar]:
+def training_bar(title: str, *, visible: bool, metric: str = "accuracy") -> Iterator[TrainingBar]:
     """A live bar while the block runs; nothing at all if it is not visible."""
-    fields = ("ε {task.fields[epsilon]}", "R {task.fields[threshold]}", "test {task.fields[accuracy]}")
+    fields = ("ε {task.fields[epsilon]}", "R {task.fields[threshold]}", "test {task.fields[score]}")
     bar = progress_bar("{task.completed}/{task.total} steps", *fields, visible=visible)
     try:
-        yield TrainingBar(title, bar)
+        yield TrainingBar(title, bar, metric)
     finally:
         if bar.tasks:
             bar.stop()

@@ -1,37 +1,42 @@
 """`clipless check`: the report of `clipless.check` on the first records of a data set."""
 
+from collections.abc import Callable
+
 import torch
-import torch.nn.functional as F
 import typer
 from torch import Tensor, nn
 
 from clipless import preflight
+from clipless.app import clippings, models
 from clipless.app import data as data_sets
-from clipless.app import models
 from clipless.app.cli import _output
-from clipless.app.cli._options import JsonOption
+from clipless.app.cli._options import DataFolderOption, JsonOption
 from clipless.app.cli._training_options import ClippingOption, DataOption, ModelOption
-from clipless.clipping import as_clipping
+from clipless.app.training import TASKS
 from clipless.errors import CliplessError, InvalidArgument
+from clipless.phases import Schedule
 
 
 def check(
     model: ModelOption,
     data: DataOption = "digits",
+    data_dir: DataFolderOption = None,
     clipping: ClippingOption = "auto-s",
     as_json: JsonOption = False,
 ) -> None:
     """How each parameter is handled, and whether the model keeps the promise, on the first records of a data set.
 
-    The loss is the cross entropy of each record. Exit code 0: sound, 1: unsound. The report is computed from the records
-    and is not private.
+    The loss is that of `clipless train`, one for each record. Exit code 0: sound, 1: unsound. The report is computed from
+    the records and is not private.
     """
-    how = as_clipping(clipping)
-    records = data_sets.load(data)
-    subject = models.build(model, records.shape, records.classes)
+    how = clippings.parse(clipping)
+    if isinstance(how, Schedule):
+        raise InvalidArgument("a schedule has several clippings: check one phase at a time.")
+    records = data_sets.load(data, data_dir)
+    subject = models.build(model, records.shape, records.classes, records.vocabulary)
     batch = records.train[: preflight.MOST_RECORDS]
     _refuse_misfit(subject, model, batch, records)
-    report = preflight.check(subject, _losses, batch, how)
+    report = preflight.check(subject, _losses(records), batch, how)
     if as_json:
         _output.show_json({"model": model, "data": records.name, "clipping": clipping, **report.to_dict()})
     else:
@@ -40,8 +45,9 @@ def check(
         raise typer.Exit(1)
 
 
-def _losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+def _losses(records: data_sets.Data) -> Callable[[nn.Module, tuple[Tensor, ...]], Tensor]:
+    losses = TASKS[records.task].losses
+    return lambda model, batch: losses(model(batch[0]), batch[1])
 
 
 def _refuse_misfit(model: nn.Module, name: str, batch: tuple[Tensor, ...], records: data_sets.Data) -> None:
@@ -49,7 +55,7 @@ def _refuse_misfit(model: nn.Module, name: str, batch: tuple[Tensor, ...], recor
     training = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
-            _losses(model.eval(), batch)
+            _losses(records)(model.eval(), batch)
     except CliplessError:
         raise
     except Exception as error:

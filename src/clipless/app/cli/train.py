@@ -1,5 +1,6 @@
 """`clipless train`: one run from data to files; resumes an interrupted one."""
 
+import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,25 +10,31 @@ import typer
 from clipless.accounting import APPROXIMATION_NOTE
 from clipless.app import data as data_sets
 from clipless.app.cli import _output
-from clipless.app.cli._options import AccountantOption, JsonOption
+from clipless.app.cli._options import AccountantOption, DataFolderOption, JsonOption
 from clipless.app.cli._processes import process_group, rank
 from clipless.app.cli._progress import training_bar
 from clipless.app.cli._signals import stopping
 from clipless.app.cli._training_options import (
+    AveragingOption,
     BatchSizeOption,
     DataOption,
     DeltaOption,
     EpochsOption,
     EpsilonOption,
     LearningRateOption,
+    LrScheduleOption,
     ModelOption,
+    MomentumOption,
+    NoiseMultiplierOption,
     NoiseOption,
     OptimizerOption,
+    UnitGradientsOption,
+    WeightDecayOption,
 )
-from clipless.app.training import Result, Saving, TrainingSettings, save_run, saved_about
+from clipless.app.training import TASKS, Result, Saving, TrainingSettings, save_run, saved_about
 from clipless.app.training import train as run_training
 from clipless.clipping import CLIPPINGS
-from clipless.errors import Interrupted
+from clipless.errors import Interrupted, InvalidArgument
 from clipless.runs.run_folder import RunFolder
 
 _DEFAULTS = TrainingSettings()
@@ -36,16 +43,27 @@ _DEFAULTS = TrainingSettings()
 def train(
     context: typer.Context,
     data: DataOption = "digits",
+    data_dir: DataFolderOption = None,
     model: ModelOption = _DEFAULTS.model,
     clipping: Annotated[
-        str, typer.Option(help=f"{', '.join(CLIPPINGS)}, or none for training without privacy.")
+        str,
+        typer.Option(
+            help=f"{', '.join(CLIPPINGS)}, with numbers of its own as 'dc-p(percentile=0.3, bins=30)', or none for training "
+            "without privacy."
+        ),
     ] = _DEFAULTS.clipping,
     epsilon: EpsilonOption = _DEFAULTS.epsilon,
+    noise_multiplier: NoiseMultiplierOption = None,
     delta: DeltaOption = _DEFAULTS.delta,
     epochs: EpochsOption = _DEFAULTS.epochs,
     batch_size: BatchSizeOption = _DEFAULTS.batch_size,
     optimizer: OptimizerOption = _DEFAULTS.optimizer,
     lr: LearningRateOption = None,
+    lr_schedule: LrScheduleOption = _DEFAULTS.lr_schedule,
+    momentum: MomentumOption = None,
+    weight_decay: WeightDecayOption = None,
+    averaging: AveragingOption = _DEFAULTS.averaging,
+    unit_gradients: UnitGradientsOption = False,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -75,11 +93,11 @@ def train(
     ledger (ledger.jsonl) and a checkpoint as it goes. Ctrl-C finishes the step and saves; --resume continues. Several
     processes train one run together:  torchrun --nproc-per-node=2 -m clipless train ...
     """
-    given = TrainingSettings(
-        model, clipping, epsilon, delta, epochs, batch_size, optimizer, lr, seed, accountant, noise
-    )
-    records = data_sets.load(data) if out is None else None
-    folder = out or Path("runs") / "-".join((records.name if records else data, model.replace(":", "."), clipping))
+    if noise_multiplier is not None and _explicit(context, "epsilon"):
+        raise InvalidArgument("--epsilon and --noise-multiplier contradict each other: give one of them.")
+    given = _given(context)
+    records = data_sets.load(data, data_dir) if out is None else None
+    folder = out or Path("runs") / _slug(records.name if records else data, model, clipping)
     if resume and _finished(RunFolder(folder)):
         if rank() == 0:
             _output.show_note(f"The run in {folder} is finished: {RunFolder(folder).record}.")
@@ -87,12 +105,12 @@ def train(
     about = saved_about(folder) if resume else None
     settings = _completed(given, about, context)
     source = about["source"] if about and about["source"] and not _explicit(context, "data") else data
-    records = records or data_sets.load(source)
+    records = records or data_sets.load(source, data_dir)
     RunFolder(folder).check_writable()
     saving = Saving(folder, resume, reseed, checkpoint_every, source)
     title = f"{records.name} {settings.model} {settings.clipping}"
-    first = rank() == 0
-    with process_group(), training_bar(title, visible=first and not as_json) as bar, stopping() as stop:
+    first, metric = rank() == 0, TASKS[records.task].metric
+    with process_group(), training_bar(title, visible=first and not as_json, metric=metric) as bar, stopping() as stop:
         try:
             result = run_training(records, settings, on_progress=bar, saving=saving, stop=stop)
         except Interrupted as interrupted:
@@ -108,6 +126,17 @@ def train(
         _output.show_table("Run", _summary(result, written))
         for note in _notes(settings):
             _output.show_note(note)
+
+
+def _given(context: typer.Context) -> TrainingSettings:
+    """The settings that have an option of their own name; the rest are the defaults."""
+    names = [field.name for field in fields(TrainingSettings) if field.name in context.params]
+    return TrainingSettings(**{name: context.params[name] for name in names})
+
+
+def _slug(*words: str) -> str:
+    """A name for a run's folder: 'dc-p(percentile=0.3)' and 'package.module:factory' make no good ones as they are."""
+    return re.sub(r"[^\w.=-]+", "-", "-".join(word.replace(":", ".") for word in words)).strip("-")
 
 
 def _explicit(context: typer.Context, name: str) -> bool:
@@ -152,7 +181,7 @@ def _summary(result: Result, written: Path) -> dict[str, str]:
         "data": result.data,
         "model": f"{settings.model}, {result.metrics()['parameters']:,} parameters",
         "clipping": settings.clipping,
-        "test accuracy": _output.percent(result.accuracy),
+        f"test {result.metric.replace('_', ' ')}": _output.metric_text(result.metric, result.score),
         **(privacy if settings.private else {"epsilon": "none: this run is not private"}),
         "steps": f"{result.steps} in {settings.epochs} epochs",
         "time": f"{result.seconds:.1f} s",

@@ -1,5 +1,6 @@
 """`clipless tune`: try a grid of settings under one guarantee, release the best run."""
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from clipless.accounting.selection import AUTO, METHODS, SingleRun, prices
 from clipless.app import data as data_sets
 from clipless.app import tuning
 from clipless.app.cli import _output
-from clipless.app.cli._options import JsonOption
+from clipless.app.cli._options import DataFolderOption, JsonOption
 from clipless.app.cli._progress import fraction_bar
 from clipless.app.cli._training_options import DataOption, DeltaOption, LearningRateOption, NoiseOption
 from clipless.app.models import MODELS
@@ -33,7 +34,11 @@ def tune(
     ] = None,
     tries: Annotated[
         list[str] | None,
-        typer.Option("--try", help=f"Values to try, as lr=0.05,0.1. One of {', '.join(tuning.TUNABLE)}; repeatable."),
+        typer.Option(
+            "--try",
+            help=f"Values to try, as lr=0.05,0.1. One of {', '.join(tuning.TUNABLE)}, or a number of the clipping as "
+            "clipping.percentile=0.1,0.3,0.5; repeatable.",
+        ),
     ] = None,
     epsilon: Annotated[float, typer.Option(help="The privacy budget of the whole search.")] = _DEFAULTS.epsilon,
     delta: DeltaOption = None,
@@ -43,6 +48,7 @@ def tune(
         typer.Option(help="Chance that the best candidate is tried, where not all are. Default: over 2/3."),
     ] = None,
     data: DataOption = "digits",
+    data_dir: DataFolderOption = None,
     model: Annotated[
         str | None, typer.Option(help=f"{', '.join(MODELS)}, or package.module:factory. Default: {_DEFAULTS.model}.")
     ] = None,
@@ -72,7 +78,7 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the price and stop; nothing is spent.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a grid of candidates, choose the best by test accuracy, and release it under one total (epsilon, delta).
+    """Train a grid of candidates, choose the best by its test, and release it under one total (epsilon, delta).
 
     The price of the whole search is in ledger.jsonl before the first run begins. Only --method grid pays for showing every
     run; otherwise nothing of the other runs is shown or stored: no score, no model, not even their number.
@@ -86,7 +92,7 @@ def tune(
         raise InvalidArgument(
             "there is nothing to try: give --try lr=0.05,0.1 or --grid FILE. For a single run, use clipless train."
         )
-    records = data_sets.load(data)
+    records = data_sets.load(data, data_dir)
     with _large_delta_told_once():
         search = tuning.plan_search(
             records,
@@ -103,7 +109,7 @@ def tune(
     folder = out or Path("runs") / f"{records.name}-tuned"
     RunFolder(folder).check_writable()
     pool = tuning.open_pool(executor, workers, dask_address)
-    source = None if executor == "local" else _source(data)
+    source = None if executor == "local" or data_dir else _source(data)
     # On a terminal only: the bar shows how many runs were drawn, which the guarantee does not cover.
     with _large_delta_told_once(), fraction_bar("tuning", visible=not as_json) as on_progress:
         tuned = tuning.tune(search, pool, source=source, out=folder, seed=seed, on_progress=on_progress)
@@ -181,13 +187,17 @@ def _record(tuned: tuning.Tuned, folder: Path) -> dict[str, Any]:
 def _summary(tuned: tuning.Tuned, folder: Path) -> dict[str, str]:
     priced, settings = tuned.search.price, tuned.settings
     names = tuning.varied(tuned.search.candidates)
-    shown = {} if tuned.scores is None else {"scores": ", ".join(_score(score) for score in tuned.scores)}
+    shown = (
+        {}
+        if tuned.scores is None
+        else {"scores": ", ".join(_score(tuned.result.metric, score) for score in tuned.scores)}
+    )
     return {
         "data": tuned.result.data,
         "chosen": ", ".join(f"{name} {getattr(settings, name)}" for name in names) or "the only candidate",
         "of": f"{len(tuned.search.candidates)} candidates, by {priced.method.name}",
         **shown,
-        "test accuracy": _output.percent(tuned.result.accuracy),
+        f"test {tuned.result.metric.replace('_', ' ')}": _output.metric_text(tuned.result.metric, tuned.result.score),
         "epsilon": f"{_output.short(tuned.result.epsilon)} for the whole search",
         "delta": _output.short(tuned.result.delta),
         "one run": f"({_output.short(priced.run_epsilon)}, {_output.short(priced.run_delta)}), noise "
@@ -196,8 +206,9 @@ def _summary(tuned: tuning.Tuned, folder: Path) -> dict[str, str]:
     }
 
 
-def _score(score: float) -> str:
-    return _output.percent(score) if score >= 0 else "failed"
+def _score(metric: str, score: float) -> str:
+    """The score of a candidate for a reader; errors, of which less is better, are scored by their negative."""
+    return "failed" if math.isinf(score) else _output.metric_text(metric, abs(score))
 
 
 def _notes(tuned: tuning.Tuned) -> list[str]:

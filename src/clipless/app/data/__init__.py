@@ -11,26 +11,50 @@ from pathlib import Path
 from clipless.app.data.dataset import Data
 from clipless.app.data.digits import digits
 from clipless.app.data.files import csv_table, idx_folder, npz_archive
+from clipless.app.data.images import cifar10, fashion_mnist, mnist, svhn
+from clipless.app.data.scattering import SUFFIX, with_scattering
+from clipless.app.data.tables import adult, adult_labels, housing, wine
+from clipless.app.data.texts import e2e, names, qnli, snli, sst2
 from clipless.arguments import unknown_name
 from clipless.errors import InvalidArgument
 
 __all__ = ["DATA", "Data", "load"]
 
-DATA: dict[str, Callable[[], Data]] = {"digits": digits}
+# Each takes the folder to look in; None: those of CLIPLESS_DATA and of the system's packages.
+DATA: dict[str, Callable[[str | Path | None], Data]] = {
+    "digits": lambda _: digits(),
+    "fashion-mnist": fashion_mnist,
+    "mnist": mnist,
+    "cifar10": cifar10,
+    "svhn": svhn,
+    "names": names,
+    "wine": wine,
+    "housing": housing,
+    "sst2": sst2,
+    "qnli": qnli,
+    "snli": snli,
+    "e2e": e2e,
+    "adult": adult,
+    "adult-labels": adult_labels,
+}
 
 
-def load(name_or_path: str | Path) -> Data:
+def load(name_or_path: str | Path, data_dir: str | Path | None = None) -> Data:
     """A registered data set, or the one in a folder of idx files, an `.npz` archive or a `.csv` table.
 
     Inputs are scaled by fixed public constants or not at all: no statistic of the training records is ever computed,
     because that would cost privacy. Scale columns beforehand, by bounds that are known without the data. The numbers of
-    records and of classes count as public.
+    records and of classes count as public. The files of a registered set are looked for in `data_dir`, or else in the
+    folders of the environment variable CLIPLESS_DATA; nothing is downloaded. `+scattering` after the name of a set of
+    images turns each into fixed features (kymatio).
 
     Raises InvalidArgument for a name or file that does not exist and for contents that cannot be trained on.
     """
     name = str(name_or_path)
+    if name.endswith(SUFFIX):
+        return with_scattering(load(name.removesuffix(SUFFIX), data_dir))
     if name in DATA:
-        return DATA[name]()
+        return DATA[name](data_dir)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return idx_folder(path)

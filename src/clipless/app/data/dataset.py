@@ -17,7 +17,10 @@ Array = NDArray[Any]
 class Data:
     """Records to train on (private) and to test on (not covered by any guarantee).
 
-    Both data sets yield `(x, y)`: `x` float32 of `shape`, `y` an int64 class in `range(classes)`.
+    Both data sets yield `(x, y)`: `x` of `shape`, float32, or int64 tokens below `vocabulary` if there is one. What `y` is
+    depends on the `task`: "classes", an int64 in `range(classes)`; "numbers", float32 of (classes,); "labels", zeros and
+    ones of (classes,); "tokens", the int64 token after each of `x`, -100 where it does not count. A model puts out
+    `classes` numbers for each record, or for each token.
     """
 
     name: str
@@ -25,6 +28,8 @@ class Data:
     test: TensorDataset
     classes: int
     shape: tuple[int, ...]
+    task: str = "classes"
+    vocabulary: int | None = None
 
 
 def make_data(name: str, train: tuple[Array, Array], test: tuple[Array, Array], classes: int | None = None) -> Data:
@@ -95,3 +100,35 @@ def _records(name: str, part: str, features: Array, labels: Array) -> tuple[torc
     if not x.isfinite().all():
         raise InvalidArgument(f"{name}: {part} features hold NaN, infinity or values beyond float32. Repair them.")
     return x, torch.from_numpy(labels)
+
+
+def make_texts(
+    name: str,
+    train: tuple[Array, Array],
+    test: tuple[Array, Array],
+    classes: int,
+    vocabulary: int,
+    task: str = "classes",
+) -> Data:
+    """Data of tokens, int64 [records, length] below `vocabulary`, with a class each or, for "tokens", the next tokens."""
+    parts = []
+    for part, (tokens, targets) in (("training", train), ("test", test)):
+        if len(tokens) == 0:
+            raise InvalidArgument(f"{name}: the {part} part is empty. Give it at least one record.")
+        if task == "classes" and not (targets.min() >= 0 and targets.max() < classes):
+            raise InvalidArgument(f"{name}: a {part} label is outside 0 to {classes - 1}. Correct it.")
+        parts.append(TensorDataset(torch.from_numpy(tokens), torch.from_numpy(targets)))
+    return Data(name, parts[0], parts[1], classes, tuple(train[0].shape[1:]), task, vocabulary)
+
+
+def make_targets(name: str, train: tuple[Array, Array], test: tuple[Array, Array], task: str) -> Data:
+    """Data of float32 features with float32 targets [records, outputs], for the tasks "numbers" and "labels"."""
+    parts = []
+    for part, (features, targets) in (("training", train), ("test", test)):
+        arrays = [torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32)) for array in (features, targets)]
+        if len(features) == 0 or len(features) != len(targets):
+            raise InvalidArgument(f"{name}: {len(features)} {part} records and {len(targets)} targets.")
+        if not all(bool(array.isfinite().all()) for array in arrays):
+            raise InvalidArgument(f"{name}: the {part} part holds NaN, infinity or values beyond float32. Repair it.")
+        parts.append(TensorDataset(*arrays))
+    return Data(name, parts[0], parts[1], int(train[1].shape[1]), tuple(train[0].shape[1:]), task)

@@ -1,6 +1,5 @@
 """Data sets from files: idx folders, npz archives, csv tables. A faulty file raises InvalidArgument."""
 
-import gzip
 import math
 import zipfile
 import zlib
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from clipless.app.data.dataset import Array, Data, integer_labels, make_data, span
+from clipless.app.data.sources import contents
 from clipless.app.data.table import read_table
 from clipless.errors import InvalidArgument
 
@@ -22,7 +22,7 @@ def idx_folder(folder: Path) -> Data:
     train = tuple(_idx(folder, f"train-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
     test = tuple(_idx(folder, f"t10k-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
     name = folder.resolve().name
-    return make_data(name, (_images(train[0]), train[1]), (_images(test[0]), test[1]))
+    return make_data(name, (as_images(train[0]), train[1]), (as_images(test[0]), test[1]))
 
 
 def npz_archive(path: Path) -> Data:
@@ -43,7 +43,7 @@ def npz_archive(path: Path) -> Data:
         raise InvalidArgument(
             f"{path} cannot be read as an npz archive ({error}). Write it with numpy.savez."
         ) from error
-    return make_data(path.stem, (_images(x_train), y_train), (_images(x_test), y_test))
+    return make_data(path.stem, (as_images(x_train), y_train), (as_images(x_test), y_test))
 
 
 def csv_table(path: Path) -> Data:
@@ -61,7 +61,7 @@ def csv_table(path: Path) -> Data:
     return make_data(name, (features[train], labels[train]), (features[test], labels[test]), classes)
 
 
-def _images(array: Array) -> Array:
+def as_images(array: Array) -> Array:
     """Bytes to [-1, 1]; a channel axis for records of two dimensions."""
     scaled = (array.astype(np.float32) / 255.0 - 0.5) / 0.5 if array.dtype == np.uint8 else array
     return scaled[:, None] if scaled.ndim == 3 else scaled
@@ -71,10 +71,12 @@ def _idx(folder: Path, name: str) -> Array:
     path = next((p for p in (folder / f"{name}.gz", folder / name) if p.is_file()), None)
     if path is None:
         raise InvalidArgument(f"{folder} lacks {name} or {name}.gz. Put the four idx files of the data set there.")
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise InvalidArgument(f"{path} cannot be read ({error}). Fetch it again.") from error
+    return read_idx(path)
+
+
+def read_idx(path: Path) -> Array:
+    """The bytes of an idx file in their shape. Raises InvalidArgument if it is damaged, cut short or of another type."""
+    raw = contents(path)
     rank = raw[3] if len(raw) > 3 else 0
     head = 4 + 4 * rank
     if len(raw) < head or raw[:3] != bytes([0, 0, IDX_UNSIGNED_BYTE]):

@@ -1,7 +1,7 @@
 """`clipless reproduce`: the papers' figures, reproduced. `REPRODUCTIONS` finds each by its id.
 
-To add one, write a function `(folder, kind of pictures, on_progress) -> ReproductionResult` and register it here with a
-line on what it is.
+To add an experiment, write a TOML file in `configurations`. For anything else write a function
+`ReproductionRequest -> ReproductionResult` and register it here with a line on what it is.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,34 @@ from clipless.app.reproduce.result import ReproductionResult
 
 
 @dataclass(frozen=True)
+class ReproductionRequest:
+    """What is asked for: the folder to write to, the kind of pictures, whom to report progress to, and for experiments the
+    number of seeds (None: the experiment's), whether a quick one is enough, runs at a time, the folder of the data, and
+    whether only what is stored is shown, with nothing trained."""
+
+    folder: Path
+    kind: str
+    on_progress: OnProgress
+    seeds: int | None = None
+    quick: bool = False
+    workers: int = 1
+    data_dir: str | None = None
+    stored: bool = False
+
+
+@dataclass(frozen=True)
 class Reproduction:
     """Something that can be reproduced: what it is, and how, into a folder."""
 
     what: str
-    run: Callable[[Path, str, OnProgress], ReproductionResult]
+    run: Callable[[ReproductionRequest], ReproductionResult]
 
 
-def _theory(folder: Path, kind: str, report: OnProgress) -> ReproductionResult:
+def _theory(request: ReproductionRequest) -> ReproductionResult:
     from clipless.app.reproduce import theory
     from clipless.app.reproduce.page import draw_page
 
-    return draw_page(theory.TITLE, theory.DRAWINGS, folder, kind, report)
+    return draw_page(theory.TITLE, theory.DRAWINGS, request.folder, request.kind, request.on_progress)
 
 
 REPRODUCTIONS = {
@@ -32,3 +48,34 @@ REPRODUCTIONS = {
         "the papers' bounds, regions, kernels and flows as figures; no data, under a minute", _theory
     ),
 }
+
+
+def reproductions() -> dict[str, Reproduction]:
+    """Everything that can be reproduced: the figures of the theory, and the experiments."""
+    from clipless.app.reproduce.configuration import configurations
+
+    experiments = {
+        name: Reproduction(f"{each.source}: {each.title}", _experiment(name)) for name, each in configurations().items()
+    }
+    return {**REPRODUCTIONS, **experiments}
+
+
+def _experiment(name: str) -> Callable[[ReproductionRequest], ReproductionResult]:
+    def run(request: ReproductionRequest) -> ReproductionResult:
+        from clipless.app.reproduce import experiment
+        from clipless.app.reproduce.configuration import configuration
+
+        whole = configuration(name).quickly() if request.quick else configuration(name)
+        if request.stored:
+            return experiment.written(whole, request.folder, request.kind, request.seeds)
+        return experiment.run(
+            whole,
+            request.folder,
+            request.kind,
+            request.on_progress,
+            seeds=request.seeds,
+            workers=request.workers,
+            data_dir=request.data_dir,
+        )
+
+    return run

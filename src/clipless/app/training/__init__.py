@@ -1,17 +1,22 @@
 """One training run from settings to files: `settings`, the `loop`, how it is saved and resumed, and its `result`."""
 
-from clipless.app.training.loop import TrainingProgress, accuracy, train
+from clipless.app.training.loop import TrainingProgress, train
 from clipless.app.training.result import Result, save_run
 from clipless.app.training.saving import Saving, saved_about
-from clipless.app.training.settings import OPTIMIZERS, TrainingSettings
+from clipless.app.training.settings import LR_SCHEDULES, OPTIMIZERS, TrainingSettings
+from clipless.app.training.tasks import TASKS, LearningTask, accuracy, evaluate
 
 __all__ = [
+    "LR_SCHEDULES",
     "OPTIMIZERS",
+    "TASKS",
+    "LearningTask",
     "Result",
     "Saving",
     "TrainingProgress",
     "TrainingSettings",
     "accuracy",
+    "evaluate",
     "save_run",
     "saved_about",
     "train",

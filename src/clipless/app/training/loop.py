@@ -1,6 +1,6 @@
 """The training loop of the command line and the experiments, private or not.
 
-Only test accuracy is measured. The training loss, the size of a batch and the fraction of clipped records reveal something
+Only test records are measured. The training loss, the size of a batch and the fraction of clipped records reveal something
 about single training records, so they are neither computed nor logged.
 """
 
@@ -11,16 +11,18 @@ from itertools import islice
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
+from clipless.accounting import Spent
 from clipless.app import models
 from clipless.app.data import Data
 from clipless.app.threads import torch_threads
 from clipless.app.training.result import Result
 from clipless.app.training.saving import LoopState, RunSaver, Saving
 from clipless.app.training.settings import TrainingSettings
+from clipless.app.training.tasks import TASKS, evaluate
 from clipless.distributed import Alone, Ranks, ranks_of
 from clipless.errors import InvalidArgument
 from clipless.private import Private, make_private
@@ -32,15 +34,15 @@ SMALL_BATCH = 100_000
 class TrainingProgress:
     """Where a run stands.
 
-    `epsilon` and `accuracy` are those of the last finished epoch, None before the first; `epsilon` is None without
-    privacy. `threshold` is the length of the current threshold vector, a constant or a released value; None without
-    privacy.
+    `epsilon` and `score`, the task's metric on the test records, are those of the last test, None before the first;
+    `epsilon` is None without privacy. `threshold` is the length of the current threshold vector, a constant or a released
+    value; None without privacy.
     """
 
     step: int
     steps: int
     epsilon: float | None = None
-    accuracy: float | None = None
+    score: float | None = None
     threshold: float | None = None
 
 
@@ -51,6 +53,7 @@ def train(
     saving: Saving | None = None,
     stop: Callable[[], bool] = lambda: False,
     group: bool | None = None,
+    research: Callable[[nn.Module, TrainingProgress], None] | None = None,
 ) -> Result:
     """Train a fresh model and test it once an epoch; the same seed gives the same run on the same machine.
 
@@ -58,83 +61,121 @@ def train(
     checkpoints to a folder and can be resumed from there. `stop` is called before the first step and after each: when it
     returns True, everything is saved and `Interrupted` raised. Raises InvalidArgument before training if the settings
     cannot be used. The state of torch's global generator is left as it was. `group` is that of `make_private`; of several
-    ranks the first one writes, and if one is asked to stop, all do.
+    ranks the first one writes, and if one is asked to stop, all do. `research` is called with the model before the first
+    step and after every test; what it computes from training records is not private.
     """
-    choice = settings.optimizer_for(data)
+    settings.optimizer_for(data)
     ranks = _ranks(settings, group)
     model_seed, shuffle_seed, noise_seed = ranks.shared(_seeds(settings.seed))
-    report = on_progress or (lambda _: None)
-    threads = _threads(settings.batch_size * math.prod(data.shape))
-    with torch.random.fork_rng(devices=[]), torch_threads(threads):
+    report, look = on_progress or (lambda _: None), research or (lambda *_: None)
+    task = TASKS[data.task]
+    with torch.random.fork_rng(devices=[]), torch_threads(_threads(settings.batch_size * math.prod(data.shape))):
         torch.manual_seed(model_seed)
-        model = models.build(settings.model, data.shape, data.classes)
-        optimizer = choice.make(model.parameters(), choice.lr if settings.lr is None else settings.lr)
+        model = models.build(settings.model, data.shape, data.classes, data.vocabulary)
+        optimizer = settings.make_optimizer(model.parameters())
         private = _attach(model, optimizer, data, settings, noise_seed, group) if settings.private else None
         loader = private.loader if private else _shuffled(data.train, settings.batch_size, shuffle_seed)
         about = {"data": data.name, "settings": asdict(settings)}
         try:
             saver = RunSaver(private, saving, about, stop, ranks)
             state = saver.begin()
-            total = settings.epochs * len(loader)
-            progress = TrainingProgress(step=private.steps_taken if private else 0, steps=total)
-            while progress.step < total:
+            run = _Run(model, optimizer, data, settings, private, state, total=settings.epochs * len(loader))
+            progress = TrainingProgress(step=private.steps_taken if private else 0, steps=run.total)
+            look(model, progress)
+            while progress.step < run.total:
                 for x, y in islice(loader, len(loader) - progress.step % len(loader)):
+                    run.set_lr(progress.step)
                     optimizer.zero_grad()
-                    losses = F.cross_entropy(model(x), y, reduction="none")
+                    losses = task.losses(model(x), y)
                     private.backward(losses) if private else losses.mean().backward()
                     optimizer.step()
-                    progress = _advance(progress, private)
+                    progress = run.stepped(progress)
                     report(progress)
-                    if progress.step % len(loader) == 0:
-                        progress = _test(progress, state, model, data, private)
+                    if progress.step % (settings.test_every * len(loader)) == 0:
+                        progress = run.tested(progress)
                         report(progress)
+                        look(model, progress)
                     saver.after_step(epoch_ended=progress.step % len(loader) == 0)
-            if state.tested != total:
-                progress = _test(progress, state, model, data, private)
+            if state.tested != run.total:
+                progress = run.tested(progress)
             seconds = saver.seconds()
             spent = private.spent() if private else None
         finally:
             if private:
                 private.detach()
+    model.load_state_dict(state.average, strict=False)
+    return _result(run, progress.step, seconds, spent)
+
+
+@dataclass
+class _Run:
+    """What the loop does around each step."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: Data
+    settings: TrainingSettings
+    private: Private | None
+    state: LoopState
+    total: int
+
+    def set_lr(self, step: int) -> None:
+        """The learning rate of step number `step`, counted from 0."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.base_lr * self.settings.lr_factor(step, self.total)
+
+    def stepped(self, progress: TrainingProgress) -> TrainingProgress:
+        if self.settings.averaging:
+            self._average(progress.step)
+        if self.private is None:
+            return replace(progress, step=progress.step + 1)
+        return replace(progress, step=self.private.steps_taken, threshold=float(self.private.thresholds.norm()))
+
+    def tested(self, progress: TrainingProgress) -> TrainingProgress:
+        tested = _WithWeights(self.model, self.state.average) if self.state.average else self.model
+        self.state.scores.append(evaluate(tested, self.data.test, TASKS[self.data.task]))
+        self.state.tested = progress.step
+        spent = self.private.spent().epsilon if self.private else None
+        return replace(progress, epsilon=spent, score=self.state.scores[-1])
+
+    @torch.no_grad()
+    def _average(self, step: int) -> None:
+        """Move the average towards the present weights, in the first steps faster, so that it forgets where it began. It
+        is computed from released weights and costs no privacy."""
+        share = max(1 - self.settings.averaging, 9 / (10 + step))
+        for name, weight in self.model.named_parameters():
+            old = self.state.average.get(name)
+            self.state.average[name] = weight.detach().clone() if old is None else old.lerp_(weight, share)
+
+
+class _WithWeights(nn.Module):
+    """A model with other weights, for tests only. The model itself is left as it is."""
+
+    def __init__(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._model, self._weights = model, weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional_call(self._model, self._weights, (x,))
+
+
+def _result(run: "_Run", steps: int, seconds: float, spent: Spent | None) -> Result:
+    private = run.private
     return Result(
-        data=data.name,
-        settings=settings,
-        accuracies=tuple(state.accuracies),
-        steps=progress.step,
+        data=run.data.name,
+        settings=run.settings,
+        scores=tuple(run.state.scores),
+        metric=TASKS[run.data.task].metric,
+        steps=steps,
         seconds=seconds,
         epsilon=spent.epsilon if spent else None,
         delta=spent.delta if spent else None,
         plan=private.plan.to_dict() if private else None,
         ledger=private.ledger.to_dict() if private else None,
         history=private.history.to_dict() if private else None,
-        model=model,
+        model=run.model,
         ledger_file=private.ledger_file if private else None,
     )
-
-
-def _advance(progress: TrainingProgress, private: Private | None) -> TrainingProgress:
-    if private is None:
-        return replace(progress, step=progress.step + 1)
-    return replace(progress, step=private.steps_taken, threshold=float(private.thresholds.norm()))
-
-
-def _test(
-    progress: TrainingProgress, state: LoopState, model: nn.Module, data: Data, private: Private | None
-) -> TrainingProgress:
-    state.accuracies.append(accuracy(model, data.test))
-    state.tested = progress.step
-    return replace(progress, epsilon=private.spent().epsilon if private else None, accuracy=state.accuracies[-1])
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int = 1024) -> float:
-    """The fraction of records classified correctly, in evaluation mode. The model's mode is restored."""
-    training = model.training
-    model.eval()
-    parts = zip(*(tensor.split(batch_size) for tensor in dataset.tensors), strict=True)
-    hits = sum(int((model(x).argmax(1) == y).sum()) for x, y in parts)
-    model.train(training)
-    return hits / len(dataset)
 
 
 def _ranks(settings: TrainingSettings, group: bool | None) -> Alone | Ranks:
@@ -176,11 +217,12 @@ def _attach(
         delta=settings.delta,
         batch_size=settings.batch_size,
         epochs=settings.epochs,
-        clipping=settings.clipping,
+        clipping=settings.how,
         accountant=settings.accountant,
         noise=settings.noise,
         seed=seed,
         group=group,
+        unit_gradients=settings.unit_gradients,
     )
 
 

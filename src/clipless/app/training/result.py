@@ -16,7 +16,6 @@ from clipless.runs.durable_files import replace_file
 from clipless.runs.run_folder import RunFolder
 
 _TEST_RECORDS = "computed from the test records, which the guarantee does not cover"
-NOT_PRIVATE = {"metrics.test_accuracy": _TEST_RECORDS, "metrics.test_accuracy_per_epoch": _TEST_RECORDS}
 SEEDED = {
     "arguments.seed": "whoever knows the seed can subtract the noise: do not publish such a run as private",
 }
@@ -24,7 +23,7 @@ SEEDED = {
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run.
+    """A finished run. `scores` are those of every test, and `metric` says what they are.
 
     `plan`, `ledger`, `history` (what a threshold policy released), `epsilon` and `delta` are None for a run without
     privacy. `ledger_file` has the run, position and head of the ledger on disk; None if there is no such file.
@@ -32,7 +31,8 @@ class Result:
 
     data: str
     settings: TrainingSettings
-    accuracies: tuple[float, ...]
+    scores: tuple[float, ...]
+    metric: str
     steps: int
     seconds: float
     epsilon: float | None
@@ -44,9 +44,9 @@ class Result:
     ledger_file: dict[str, Any] | None = None
 
     @property
-    def accuracy(self) -> float:
-        """Test accuracy after the last epoch: never that of the best epoch, which would be chosen by test records."""
-        return self.accuracies[-1]
+    def score(self) -> float:
+        """That of the last test: never that of the best one, which would be chosen by test records."""
+        return self.scores[-1]
 
     @property
     def approximation(self) -> bool:
@@ -55,14 +55,18 @@ class Result:
 
     def metrics(self) -> dict[str, Any]:
         return {
-            "test_accuracy": self.accuracy,
-            "test_accuracy_per_epoch": list(self.accuracies),
+            f"test_{self.metric}": self.score,
+            f"test_{self.metric}_per_epoch": list(self.scores),
             "epsilon": self.epsilon,
             "delta": self.delta,
             "steps": self.steps,
             "seconds": round(self.seconds, 3),
             "parameters": sum(p.numel() for p in self.model.parameters()),
         }
+
+    def not_private(self) -> dict[str, str]:
+        """What in the record the guarantee does not cover, and why."""
+        return {f"metrics.test_{self.metric}{end}": _TEST_RECORDS for end in ("", "_per_epoch")}
 
     def record(self) -> dict[str, Any]:
         """The contents of `run.json`."""
@@ -77,7 +81,7 @@ class Result:
             "metrics": self.metrics(),
             "approximation": self.approximation,
             "notes": [APPROXIMATION_NOTE] if self.approximation else [],
-            "not_private": NOT_PRIVATE if self.settings.seed is None else NOT_PRIVATE | SEEDED,
+            "not_private": self.not_private() | ({} if self.settings.seed is None else SEEDED),
             "versions": {name: version(name) for name in ("clipless", "torch", "numpy", "dp-accounting")}
             | {"python": platform.python_version()},
         }

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from clipless.distributed import Alone, Ranks
 from clipless.errors import Interrupted, InvalidArgument
 from clipless.private import Private
@@ -30,11 +32,13 @@ class Saving:
 
 @dataclass
 class LoopState:
-    """What the training loop itself remembers: test accuracies, the step of the last test, seconds of training."""
+    """What the training loop itself remembers: the scores of all tests, the step of the last one, seconds of training, and
+    the average of the weights if there is one."""
 
-    accuracies: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
     tested: int = 0
     seconds: float = 0.0
+    average: dict[str, Tensor] = field(default_factory=dict)
 
 
 def saved_about(out: Path) -> dict[str, Any] | None:

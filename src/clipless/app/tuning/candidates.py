@@ -11,12 +11,26 @@ from typing import Any
 
 from clipless import defaults
 from clipless.accounting.selection import RunShape
+from clipless.app import clippings
 from clipless.app.training import TrainingSettings
 from clipless.arguments import unknown_name
-from clipless.clipping import as_clipping
 from clipless.errors import InvalidArgument, InvalidType
+from clipless.phases import as_schedule
 
-TUNABLE = ("model", "clipping", "epochs", "batch_size", "optimizer", "lr")
+TUNABLE = (
+    "model",
+    "clipping",
+    "epochs",
+    "batch_size",
+    "optimizer",
+    "lr",
+    "lr_schedule",
+    "momentum",
+    "weight_decay",
+    "averaging",
+    "unit_gradients",
+)
+OF_CLIPPING = "clipping."  # before the name of one of its parameters, as in clipping.percentile
 MOST_CANDIDATES = 10_000
 
 
@@ -35,14 +49,14 @@ class Grid:
         [(0.1, 'auto-s', 5), (0.1, 'dc-e', 5), (0.2, 'auto-s', 5), (0.2, 'dc-e', 5)]
         """
         lists = {name: [_typed(name, value) for value in _listed(name, self.values[name])] for name in self.values}
-        base = replace(shared, **{name: _typed(name, value) for name, value in self.fixed.items()})
+        base = _changed(shared, {name: _typed(name, value) for name, value in self.fixed.items()})
         size = 1
         for values in lists.values():
             size *= len(values)
         if size > MOST_CANDIDATES:
             raise InvalidArgument(f"the grid has {size} candidates: try at most {MOST_CANDIDATES}, or fewer values.")
         combinations = itertools.product(*lists.values())
-        found = tuple(replace(base, **dict(zip(lists, values, strict=True))) for values in combinations)
+        found = tuple(_changed(base, dict(zip(lists, values, strict=True))) for values in combinations)
         _refuse_unusable(found)
         return found
 
@@ -64,11 +78,23 @@ def read_grid(path: Path) -> Grid:
             raise unknown_name(f"table in {path}", name, ("grid", "settings"))
         if not isinstance(content[name], dict):
             raise InvalidArgument(f"{name} in {path} is a value: write a table [{name}] with one line per setting.")
-    return Grid(content.get("grid", {}), content.get("settings", {}))
+    return Grid(flattened(content.get("grid", {})), flattened(content.get("settings", {})))
+
+
+def flattened(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table in which `clipping.percentile`, for TOML a table within a table, is one key.
+
+    >>> flattened({"lr": [0.1], "clipping": {"percentile": [0.3]}})
+    {'lr': [0.1], 'clipping.percentile': [0.3]}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
 
 
 def parse_tries(tries: Sequence[str]) -> Grid:
-    """The grid of command-line arguments like `lr=0.05,0.1`.
+    """The grid of command-line arguments like `lr=0.05,0.1` and `clipping.percentile=0.1,0.3`.
 
     >>> parse_tries(["lr=0.05,0.1", "clipping=auto-s,dc-e"]).values
     {'lr': ['0.05', '0.1'], 'clipping': ['auto-s', 'dc-e']}
@@ -81,7 +107,7 @@ def parse_tries(tries: Sequence[str]) -> Grid:
             raise InvalidArgument(f"{text!r} names no values: write for example lr=0.05,0.1,0.2.")
         if name in values:
             raise InvalidArgument(f"{name} is given twice: write all its values in one list.")
-        values[name] = [value.strip() for value in listed.split(",")]
+        values[name] = clippings.split(listed)
     return Grid(values)
 
 
@@ -89,9 +115,7 @@ def shape_of(settings: TrainingSettings, records: int) -> RunShape:
     """What a run with these settings releases, without its noise, on a data set of that size."""
     per_pass = defaults.steps_per_pass(records, settings.batch_size)
     steps = settings.epochs * per_pass
-    return RunShape.of(
-        settings.batch_size / records, steps, as_clipping(settings.clipping).policy.noise_schedule(steps)
-    )
+    return RunShape.of(settings.batch_size / records, steps, as_schedule(settings.how).noise_schedule(steps))
 
 
 def varied(candidates: Sequence[TrainingSettings]) -> tuple[str, ...]:
@@ -99,8 +123,17 @@ def varied(candidates: Sequence[TrainingSettings]) -> tuple[str, ...]:
     return tuple(name for name in TUNABLE if len({getattr(one, name) for one in candidates}) > 1)
 
 
+def _changed(settings: TrainingSettings, values: Mapping[str, Any]) -> TrainingSettings:
+    """The settings with other values, those of the clipping's own parameters last."""
+    own = {name.removeprefix(OF_CLIPPING): value for name, value in values.items() if name.startswith(OF_CLIPPING)}
+    made = replace(settings, **{name: value for name, value in values.items() if not name.startswith(OF_CLIPPING)})
+    for name, value in own.items():
+        made = replace(made, clipping=clippings.with_parameter(made.clipping, name, str(value)))
+    return made
+
+
 def _listed(name: str, values: object) -> Sequence[Any]:
-    if name not in TUNABLE:
+    if name not in TUNABLE and not name.startswith(OF_CLIPPING):
         if name in TrainingSettings.__dataclass_fields__:
             raise InvalidArgument(
                 f"{name} cannot be tried: it is the same for all candidates. Try {', '.join(TUNABLE)}."
@@ -113,11 +146,17 @@ def _listed(name: str, values: object) -> Sequence[Any]:
 
 def _typed(name: str, value: Any) -> Any:
     """The value in the setting's type, parsed if it is text from the command line."""
+    if name.startswith(OF_CLIPPING):
+        return value
     if name not in TUNABLE:
         raise unknown_name("setting", name, TUNABLE)
     hint = typing.get_type_hints(TrainingSettings)[name]
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] or [hint]
     kind = kinds[0]
+    if kind is bool:
+        if str(value).lower() not in ("true", "false"):
+            raise InvalidArgument(f"{name} is true or false, got {value!r}.")
+        return str(value).lower() == "true"
     if kind is not str and isinstance(value, str):
         try:
             return kind(value)

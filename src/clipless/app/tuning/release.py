@@ -174,10 +174,10 @@ def _result_of(
 ) -> Result:
     settings = replace(search.candidates[winner.candidate], seed=seed)
     with torch.random.fork_rng(devices=[]):
-        model = models.build(settings.model, search.data.shape, search.data.classes)
+        model = models.build(settings.model, search.data.shape, search.data.classes, search.data.vocabulary)
     model.load_state_dict(torch.load(io.BytesIO(winner.weights), weights_only=True))
     spent = ledger.spent(search.price.delta, search.price.accountant)
-    details = {name: winner.details[name] for name in ("accuracies", "steps", "seconds", "history", "data")}
+    details = {name: winner.details[name] for name in ("scores", "metric", "steps", "seconds", "history", "data")}
     return Result(
         settings=settings,
         epsilon=spent.epsilon,

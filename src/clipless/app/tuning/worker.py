@@ -13,7 +13,7 @@ import torch
 
 from clipless.app import data as data_sets
 from clipless.app.data import Data
-from clipless.app.training import Result, TrainingProgress, TrainingSettings, train
+from clipless.app.training import TASKS, Result, TrainingProgress, TrainingSettings, train
 from clipless.errors import InvalidArgument
 
 # A process has one global generator of torch: threads of a cluster's worker must not share it.
@@ -91,9 +91,11 @@ def _outcome(task: Task, result: Result) -> Outcome:
     content = io.BytesIO()
     torch.save(state, content)
     details = {
-        name: getattr(result, name) for name in ("accuracies", "steps", "seconds", "plan", "ledger", "history", "data")
+        name: getattr(result, name)
+        for name in ("scores", "metric", "steps", "seconds", "plan", "ledger", "history", "data")
     }
-    score = result.accuracy if finite and math.isfinite(result.accuracy) else -math.inf
+    merit = next(task for task in TASKS.values() if task.metric == result.metric).merit(result.score)
+    score = merit if finite and math.isfinite(merit) else -math.inf
     return Outcome(task.place, task.candidate, score, content.getvalue(), details)
 
 

@@ -16,11 +16,11 @@ except ImportError as error:
 from clipless.integrations.jax.host import noised, observed
 from clipless.integrations.jax.private import PrivateGradients, PrivateState, make_private
 from clipless.integrations.jax.rules import FACTORS, factors, register_rule
-from clipless.integrations.jax.sums import ClippedSum, clipped_sum, per_example
+from clipless.integrations.jax.sums import ClippedPytree, clipped_sum, per_example
 
 __all__ = [
     "FACTORS",
-    "ClippedSum",
+    "ClippedPytree",
     "PrivateGradients",
     "PrivateState",
     "clipped_sum",

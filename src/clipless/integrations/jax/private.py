@@ -59,7 +59,7 @@ def make_private(
     _refuse_several_processes()
     arrays, size = in_memory(data)
     parameters = Parameters.of(params)
-    refusals.refuse_unclear("allow_overspend", allow_overspend)
+    refusals.refuse_unclear(allow_overspend=allow_overspend)
     how = as_schedule(clipping)
     for _, part in how.parts:
         form_of(part.rule)

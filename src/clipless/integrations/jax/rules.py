@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from clipless.clipping import Abadi, AutoS, AutoV, ByGroup, Global, Rule
 from clipless.errors import InvalidType
 
-Factors = Callable[[Any, jax.Array, jax.Array], jax.Array]
+JaxRule = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
-FACTORS: dict[type, Factors] = {}
+FACTORS: dict[type, JaxRule] = {}
 
 
-def register_rule(rule: type) -> Callable[[Factors], Factors]:
+def register_rule(rule: type) -> Callable[[JaxRule], JaxRule]:
     """Register the JAX form of a rule's class: a function of the rule, norms and thresholds."""
 
-    def register(function: Factors) -> Factors:
+    def register(function: JaxRule) -> JaxRule:
         FACTORS[rule] = function
         return function
 
@@ -37,7 +37,7 @@ def factors(rule: Rule, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
     return form_of(rule)(rule, norms, thresholds)
 
 
-def form_of(rule: Rule) -> Factors:
+def form_of(rule: Rule) -> JaxRule:
     """The JAX form of a rule; raises if none is registered for its class."""
     found = FACTORS.get(type(rule))
     if found is None:

@@ -20,7 +20,7 @@ BLOCK = 2048
 _TORCH = {"float32": torch.float32, "float64": torch.float64}
 
 
-class ClippedSum(NamedTuple):
+class ClippedPytree(NamedTuple):
     """The clipped gradients of a batch added up, in at least float32, and the norms [G,B]. Neither is private."""
 
     sums: Any
@@ -91,7 +91,7 @@ class Parameters:
         return tuple(groups.group_of[name] for name in self.names)
 
 
-def clipped_sum(gradients: Any, clipping: str | Clipping = "auto-s", thresholds: Any = None) -> ClippedSum:
+def clipped_sum(gradients: Any, clipping: str | Clipping = "auto-s", thresholds: Any = None) -> ClippedPytree:
     """The sum of each record's clipped gradient: no noise, no division, nothing private about it.
 
     `gradients` has a row per record in every leaf. Without `thresholds`, [G,1], those that the clipping starts with.
@@ -106,7 +106,7 @@ def clipped_sum(gradients: Any, clipping: str | Clipping = "auto-s", thresholds:
     start = how.start(len(groups)).numpy() if thresholds is None else np.asarray(thresholds)
     whole = np.zeros(len(leaves[0]), bool)
     sums, norms = clip_rows(leaves, start, len(leaves[0]), whole, how.rule, parameters.grouped(groups))
-    return ClippedSum(parameters.structure.unflatten(sums), norms)
+    return ClippedPytree(parameters.structure.unflatten(sums), norms)
 
 
 def clip_rows(

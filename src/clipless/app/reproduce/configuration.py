@@ -1,0 +1,161 @@
+"""One experiment of a paper as data: what is trained, over which grid, and what was published. A TOML file each.
+
+The files lie in the package and not in `experiments/`, so that `clipless reproduce` finds them where only the package is
+installed.
+"""
+
+import itertools
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from typing import Any
+
+from clipless.app import clippings
+from clipless.app.training import TrainingSettings
+from clipless.app.tuning.candidates import flattened
+from clipless.arguments import named
+from clipless.errors import InvalidArgument
+
+FOLDER = files("clipless.app.reproduce") / "configurations"
+NOT_FOR_PLAIN = ("epsilon", "accountant", "delta", "noise_multiplier", "unit_gradients")
+PER_CLIPPING = "clipping."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a name and the settings that it has of its own. It may leave out parts of the grid."""
+
+    name: str
+    settings: Mapping[str, Any]
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Published:
+    """A number of the paper for the runs of `row` at this point of the grid; in percent where ours is an accuracy."""
+
+    row: str
+    value: float
+    interval: float | None = None
+    point: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GridRun:
+    """One run: a row at one point of the grid with one seed."""
+
+    row: str
+    point: Mapping[str, Any]
+    settings: TrainingSettings
+
+    @property
+    def stem(self) -> str:
+        """The name of its file."""
+        words = [self.row, *(f"{key} {value}" for key, value in self.point.items()), f"seed {self.settings.seed}"]
+        return "-".join("".join(c if c.isalnum() or c in ".=" else "-" for c in word) for word in words).lower()
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """An experiment. Every row is run with each setting of the `grid`; `note` says where it differs from the paper."""
+
+    id: str
+    title: str
+    source: str
+    data: str
+    seeds: int
+    settings: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    published: tuple[Published, ...] = ()
+    figure: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    measure: tuple[str, ...] = ()
+    resume: bool = False
+    quick: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def research(self) -> bool:
+        """Whether single training records are looked at, so that the figures are not private."""
+        return "norms" in self.measure
+
+    def cells(self, seeds: int | None = None) -> list[GridRun]:
+        """All runs, one seed after the other, so that a grid cut short is cut short evenly."""
+        found = []
+        for seed in range(self.seeds if seeds is None else seeds):
+            for row in self.rows:
+                found += [GridRun(row.name, point, self._settings(row, point, seed)) for point in self._points(row)]
+        return found
+
+    def quickly(self) -> "Configuration":
+        """A smaller experiment, whose numbers are not the paper's."""
+        changes = dict(self.quick)
+        names = changes.pop("rows", None)
+        rows = tuple(row for row in self.rows if names is None or row.name in names)
+        settings = {**self.settings, **changes.pop("settings", {})}
+        grid = {**self.grid, **{key: tuple(values) for key, values in changes.pop("grid", {}).items()}}
+        seeds = changes.pop("seeds", 1)
+        if changes:
+            raise InvalidArgument(f"{self.id}: [quick] has no {', '.join(changes)}.")
+        return replace(
+            self, rows=rows, settings=settings, grid=grid, seeds=seeds, published=(), title=f"{self.title} (quick)"
+        )
+
+    def published_for(self, row: str, point: Mapping[str, Any]) -> Published | None:
+        """What the paper has for this row and point."""
+        for one in self.published:
+            if one.row == row and all(point.get(key) == value for key, value in one.point.items()):
+                return one
+        return None
+
+    def _points(self, row: Row) -> Iterator[dict[str, Any]]:
+        plain = row.settings.get("clipping", self.settings.get("clipping")) == "none"
+        lists = {
+            key: values
+            for key, values in self.grid.items()
+            if key not in row.without and key not in row.settings and not (plain and key in NOT_FOR_PLAIN)
+        }
+        for values in itertools.product(*lists.values()):
+            yield dict(zip(lists, values, strict=True))
+
+    def _settings(self, row: Row, point: Mapping[str, Any], seed: int) -> TrainingSettings:
+        chosen = {**self.settings, **row.settings, **point}
+        numbers = {key.removeprefix(PER_CLIPPING): v for key, v in chosen.items() if key.startswith(PER_CLIPPING)}
+        plain = {key: value for key, value in chosen.items() if not key.startswith(PER_CLIPPING)}
+        made = TrainingSettings(**plain, seed=seed)
+        for name, value in numbers.items():
+            made = replace(made, clipping=clippings.with_parameter(made.clipping, name, str(value)))
+        return made
+
+
+def configurations() -> dict[str, Configuration]:
+    """All experiments by their ids."""
+    found = {entry.name.removesuffix(".toml"): entry for entry in FOLDER.iterdir() if entry.name.endswith(".toml")}
+    return {name: parse(name, found[name].read_text(encoding="utf-8")) for name in sorted(found)}
+
+
+def configuration(name: str) -> Configuration:
+    """The experiment with this id."""
+    return named("id", name, configurations())
+
+
+def parse(name: str, text: str) -> Configuration:
+    """The experiment that a TOML text describes. Raises InvalidArgument with the place of a mistake."""
+    try:
+        content = tomllib.loads(text)
+        rows = tuple(
+            Row(row["name"], row.get("settings", {}), tuple(row.get("without", ()))) for row in content.pop("rows")
+        )
+        published = tuple(
+            Published(one.pop("row"), one.pop("value"), one.pop("interval", None), one)
+            for one in content.pop("published", [])
+        )
+        grid = {key: tuple(values) for key, values in flattened(content.pop("grid", {})).items()}
+        measure = tuple(content.pop("measure", ()))
+        made = Configuration(id=name, rows=rows, published=published, grid=grid, measure=measure, **content)
+        for cell in (*made.cells(), *made.quickly().cells()):
+            assert not cell.settings.private or cell.settings.how  # or raises
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"the configuration {name} cannot be read: {error}.") from error
+    return made

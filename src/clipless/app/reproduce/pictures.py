@@ -1,0 +1,155 @@
+"""Figures of an experiment: bars, curves over a setting, heat maps, thresholds, histograms of norms, reliability."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from clipless.app.charts.drawing import COLOURS, MARKERS
+from clipless.app.reproduce.configuration import Configuration
+from clipless.app.reproduce.drawing import curve, dress, panels
+from clipless.app.reproduce.summary import TableLine, metric_name
+
+NOTE = {"fontsize": 7, "color": "0.35"}
+
+
+def bars(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
+    """A point with its interval for every line, the paper's beside it."""
+    figure, (axes,) = panels(1)
+    labels = [_label(line) for line in found]
+    for number, line in enumerate(found):
+        axes.errorbar(
+            line.mean, number, xerr=line.interval, fmt="o", color=COLOURS[0], capsize=4, label=_once("ours", number)
+        )
+        axes.plot(line.scores, [number] * len(line.scores), "|", color=COLOURS[0], alpha=0.5, markersize=7)
+        axes.annotate(line.text, (line.mean, number), xytext=(0, 7), textcoords="offset points", ha="center", **NOTE)
+    theirs = [(number, line.published) for number, line in enumerate(found) if line.published]
+    for count, (number, one) in enumerate(theirs):
+        axes.errorbar(
+            one.value,
+            number - 0.22,
+            xerr=one.interval,
+            fmt="D",
+            color=COLOURS[1],
+            capsize=4,
+            label=_once("paper", count),
+        )
+    axes.set_yticks(range(len(found)), labels)
+    axes.invert_yaxis()
+    axes.margins(x=0.15, y=0.12)
+    dress(axes, experiment.title, metric_name(found[0].metric), "", log=experiment.figure.get("log", ""))
+    return figure
+
+
+def curves(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
+    """The metric against a setting of the grid, one curve with error bars for every row; the paper's dashed."""
+    key = experiment.figure["x"]
+    figure, (axes,) = panels(1)
+    rows = list(dict.fromkeys(line.row for line in found))
+    for number, row in enumerate(rows):
+        own = sorted(
+            (line for line in found if line.row == row and key in line.point), key=lambda line: line.point[key]
+        )
+        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 4}
+        x = [line.point[key] for line in own]
+        if own:
+            half = [line.interval or 0.0 for line in own]
+            axes.errorbar(x, [line.mean for line in own], yerr=half, label=row, linewidth=1.5, capsize=3, **style)
+        theirs = [(line.point[key], line.published.value) for line in own if line.published]
+        if theirs:
+            axes.plot(*zip(*theirs, strict=True), linestyle=":", alpha=0.6, **style)
+    for line in found:
+        if key not in line.point:
+            axes.axhline(line.mean, color="0.4", linewidth=1, linestyle="--", label=f"{line.row} ({line.mean:.2f})")
+    ending = " (dotted: the paper)" if any(line.published for line in found) else ""
+    dress(axes, experiment.title + ending, key, metric_name(found[0].metric), log=experiment.figure.get("log", ""))
+    return figure
+
+
+def heat(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
+    """For every row a map of the metric over two settings of the grid, all in the same colours."""
+    rows = list(dict.fromkeys(line.row for line in found))
+    figure, all_axes = panels(min(len(rows), 3))
+    low, high = min(line.mean for line in found), max(line.mean for line in found)
+    image = None
+    for axes, row in zip(all_axes, rows, strict=False):
+        own = [line for line in found if line.row == row]
+        keys = [
+            key for key in (experiment.figure["x"], experiment.figure["y"]) if all(key in line.point for line in own)
+        ]
+        x, y = (sorted({line.point[key] for line in own}) for key in keys)
+        table = np.full((len(y), len(x)), np.nan)
+        for line in own:
+            table[y.index(line.point[keys[1]]), x.index(line.point[keys[0]])] = line.mean
+        image = axes.imshow(table, origin="lower", aspect="auto", cmap="viridis", vmin=low, vmax=high)
+        for i, j in np.argwhere(np.isfinite(table)):
+            dark = table[i, j] < (low + high) / 2
+            axes.text(j, i, f"{table[i, j]:.1f}", ha="center", va="center", fontsize=7, color="w" if dark else "k")
+        axes.set_xticks(range(len(x)), [f"{value:g}" for value in x])
+        axes.set_yticks(range(len(y)), [f"{value:g}" for value in y])
+        dress(axes, row, keys[0], keys[1], legend=None)
+        axes.grid(visible=False)
+    figure.colorbar(image, ax=all_axes, label=metric_name(found[0].metric))
+    return figure
+
+
+def thresholds(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
+    """The released thresholds over training, first seed, one curve for every run that has any."""
+    figure, (axes,) = panels(1)
+    shown = [one for one in records if one["thresholds"] and one["settings"]["seed"] == 0]
+    for number, record in enumerate(shown):
+        steps = np.linspace(1, record["steps"], len(record["thresholds"]))
+        label = ", ".join([record["row"], *(f"{key} {value}" for key, value in record["point"].items())])
+        curve(axes, number, steps, record["thresholds"], label)
+    dress(axes, "thresholds that the policies released", "step", "threshold", "y")
+    return figure
+
+
+def norms(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
+    """Quantiles of the per-sample norms over training, and the threshold; one panel for every run of the first seed."""
+    shown = [one for one in records if "norms" in (one.get("extra") or {}) and one["settings"]["seed"] == 0][:3]
+    figure, all_axes = panels(len(shown))
+    for axes, record in zip(all_axes, shown, strict=True):
+        looks = record["extra"]["norms"]
+        steps = [look["step"] for look in looks]
+        low, lower, middle, upper, high = zip(*(look["quantiles"] for look in looks), strict=True)
+        axes.fill_between(steps, low, high, color=COLOURS[5], alpha=0.3, label="5 to 95 %")
+        axes.fill_between(steps, lower, upper, color=COLOURS[0], alpha=0.35, label="25 to 75 %")
+        curve(axes, 0, steps, middle, "median norm")
+        curve(axes, 1, steps, [look["threshold"] for look in looks], "threshold", linestyle="--")
+        share = 100 * looks[-1]["above"]
+        dress(axes, f"{record['row']}: {share:.0f} % above at the end", "step", "norm (not private)", "y")
+    return figure
+
+
+def reliability(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
+    """Accuracy against confidence, and the probability of the true class; runs of the first seed."""
+    figure, (left, right) = panels(2)
+    left.plot([0, 1], [0, 1], color="0.6", linewidth=1)
+    shown = [one for one in records if "reliability" in (one.get("extra") or {}) and one["settings"]["seed"] == 0]
+    for number, record in enumerate(shown):
+        bins = record["extra"]["reliability"]
+        full = [place for place, count in enumerate(bins["counts"]) if count > 0]
+        label = f"{record['row']}: ECE {record['extra']['ECE']:.3f}"
+        x, y = ([bins[name][place] for place in full] for name in ("confidence", "accuracy"))
+        curve(left, number, x, y, label, marker=MARKERS[number % len(MARKERS)], markersize=3)
+        shares = np.array(bins["true_class"]) / sum(bins["true_class"])
+        right.stairs(
+            shares, np.linspace(0, 1, len(shares) + 1), color=COLOURS[number % len(COLOURS)], label=record["row"]
+        )
+    dress(left, "reliability on test records", "confidence", "accuracy")
+    dress(right, "probability given to the true class", "probability", "share of test records", "y")
+    return figure
+
+
+def _label(line: TableLine) -> str:
+    return "\n".join([line.row, ", ".join(f"{key} {value}" for key, value in line.point.items())]).strip()
+
+
+def _once(label: str, number: int) -> str | None:
+    return label if number == 0 else None
+
+
+Picture = Callable[[Configuration, Sequence[TableLine], Sequence[Mapping[str, Any]]], Any]
+PICTURES: dict[str, Picture] = {"bars": bars, "curves": curves, "heat": heat, "thresholds": thresholds}
+PICTURES |= {"norms": norms, "reliability": reliability}

@@ -1,0 +1,156 @@
+"""Running an experiment's grid: each run is stored when it ends, and a stored run is not run again."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from clipless.accounting import ACCOUNTANTS, Ledger
+from clipless.app import data as data_sets
+from clipless.app.bench import machine
+from clipless.app.data import Data
+from clipless.app.progress import OnProgress
+from clipless.app.reproduce import measures
+from clipless.app.reproduce.configuration import Configuration, GridRun
+from clipless.app.training import Result, Saving, train
+from clipless.app.tuning.pools import InProcess, Pool, Processes
+from clipless.errors import CliplessError
+from clipless.runs.durable_files import replace_file
+
+RUNS = "runs"
+UNFINISHED = "unfinished"
+
+
+def run_grid(
+    experiment: Configuration,
+    folder: Path,
+    on_progress: OnProgress,
+    *,
+    seeds: int | None = None,
+    workers: int = 1,
+    data_dir: str | None = None,
+) -> list[dict[str, Any]]:
+    """The records of all runs, those that were stored and those that are run now, in the order of the grid.
+
+    With several workers each run has a process and one thread. A run that fails stops the experiment; those that ended
+    before stay stored.
+    """
+    cells = experiment.cells(seeds)
+    waiting = [cell for cell in cells if stored(folder, cell) is None]
+    data_sets.load(experiment.data, data_dir)  # refused here, with its remedy, and not in a worker
+    total, done = sum(map(_work, cells)), sum(_work(cell) for cell in cells if cell not in waiting)
+    pool: Pool = InProcess() if workers == 1 else Processes(workers)
+    try:
+        flying: dict[Future[None], GridRun] = {}
+        while waiting or flying:
+            while waiting and len(flying) < pool.width:
+                cell = waiting.pop(0)
+                on_progress(f"{cell.row}, seed {cell.settings.seed}", done, total)
+                arguments = (cell, experiment.data, data_dir, str(folder), experiment.resume, experiment.measure)
+                flying[pool.submit(run_cell, *arguments)] = cell
+            for future in wait(flying, return_when=FIRST_COMPLETED).done:
+                future.result()
+                done += _work(flying.pop(future))
+                on_progress(f"{cell.row}, seed {cell.settings.seed}", done, total)
+    finally:
+        pool.close()
+    return [record for cell in cells if (record := stored(folder, cell)) is not None]
+
+
+def run_cell(
+    cell: GridRun, data: str, data_dir: str | None, folder: str, resume: bool, measure: tuple[str, ...] = ()
+) -> None:
+    """Train one run and store its record."""
+    records = _load(data, data_dir)
+    watching = measures.watch(measure, records, cell.settings)
+    saving = Saving(unfinished(Path(folder), cell), resume=True, every=300.0) if resume else None
+    result = train(records, cell.settings, saving=saving, group=False, research=watching)
+    extra = measures.measured(measure, result.model, records, watching)
+    write_record(Path(folder) / RUNS / f"{cell.stem}.json", _record(cell, result) | {"extra": extra})
+    if saving is not None:
+        rmtree(saving.out, ignore_errors=True)
+
+
+def unfinished(folder: Path, cell: GridRun) -> Path:
+    """Where the checkpoints of a run are. Runs with other settings have another folder: they cannot go on from there."""
+    digest = hashlib.sha256(json.dumps(asdict(cell.settings), sort_keys=True).encode()).hexdigest()
+    return folder / UNFINISHED / f"{cell.stem}-{digest[:8]}"
+
+
+def stored(folder: Path, cell: GridRun) -> dict[str, Any] | None:
+    """The record of a run that ended earlier with the same settings; None if there is none."""
+    path = folder / RUNS / f"{cell.stem}.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise DamagedRecord(f"{path} is not JSON ({error}): remove it, and the run is repeated.") from error
+    return record if record.get("settings") == asdict(cell.settings) else None
+
+
+class DamagedRecord(CliplessError, ValueError):
+    """A stored run cannot be read."""
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write JSON; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, lambda file: file.write((json.dumps(record, indent=1) + "\n").encode()))
+
+
+def finished(experiment: Configuration, folder: Path, cells: Sequence[GridRun]) -> list[dict[str, Any]]:
+    """The records of the runs that are stored, whatever else is still to be run."""
+    return [record for cell in cells if (record := stored(folder, cell)) is not None]
+
+
+def _work(cell: GridRun) -> float:
+    """Records that a run sees, in units of the data set: what its time grows with."""
+    return float(cell.settings.epochs)
+
+
+def _record(cell: GridRun, result: Result) -> dict[str, Any]:
+    ledger = None if result.ledger is None else Ledger.from_dict(result.ledger)
+    return {
+        "row": cell.row,
+        "point": dict(cell.point),
+        "settings": asdict(cell.settings),
+        "private": cell.settings.private,
+        "metric": result.metric,
+        "score": result.score,
+        "scores": list(result.scores),
+        "epsilon": result.epsilon,
+        "delta": result.delta,
+        "epsilons": None if ledger is None else _epsilons(ledger, result.delta or 0.0),
+        "steps": result.steps,
+        "seconds": round(result.seconds, 1),
+        "plan": result.plan,
+        "thresholds": _thresholds(result),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine.facts() | {"load_average": machine.load_average()},
+    }
+
+
+def _epsilons(ledger: Ledger, delta: float) -> dict[str, float]:
+    """What the run has spent by every accountant."""
+    return {name: ledger.spent(delta, name).epsilon for name in ACCOUNTANTS}
+
+
+def _thresholds(result: Result) -> list[float] | None:
+    """The released thresholds of a policy, at most 200 of them, evenly spaced."""
+    steps = (result.history or {}).get("thresholds") or []
+    if len({str(step) for step in steps}) < 2:
+        return None
+    chosen = steps[:: max(1, len(steps) // 200)]
+    return [sum(value**2 for (value,) in step) ** 0.5 for step in chosen]
+
+
+@lru_cache(maxsize=1)
+def _load(data: str, data_dir: str | None) -> Data:
+    return data_sets.load(data, data_dir)

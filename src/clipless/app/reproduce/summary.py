@@ -1,0 +1,117 @@
+"""From stored runs to the lines of a table: means and intervals over seeds, beside what was published."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from scipy.stats import t as student
+
+from clipless.app.reproduce.configuration import Configuration, Published
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class TableLine:
+    """The runs of one row at one point of the grid. `scores` are accuracies in percent, or the metric as it is."""
+
+    row: str
+    point: Mapping[str, Any]
+    metric: str
+    scores: tuple[float, ...]
+    epsilon: float | None
+    epsilons: Mapping[str, float]
+    noise_multiplier: float | None
+    published: Published | None
+    extra: Mapping[str, tuple[float, ...]]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.scores)
+
+    @property
+    def interval(self) -> float | None:
+        """Half the length of the 95 % interval of the mean; None with a single run."""
+        return interval(self.scores)
+
+    @property
+    def text(self) -> str:
+        """The mean and its interval.
+
+        >>> TableLine("a", {}, "accuracy", (86.0, 87.0), None, {}, None, None, {}).text
+        '86.50 ± 6.35'
+        """
+        return with_interval(self.mean, self.interval)
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Half the length of Student's 95 % interval of a mean; None with a single value.
+
+    >>> round(interval([1.0, 2.0, 3.0]), 3)
+    2.484
+    """
+    if len(values) < 2:
+        return None
+    return float(student.ppf(0.5 + CONFIDENCE / 2, len(values) - 1) * stdev(values) / len(values) ** 0.5)
+
+
+def with_interval(mean: float, half: float | None) -> str:
+    """A mean and half its interval for a reader, with as many digits as tell something."""
+    digits = 2 if abs(mean) >= 1 else 4
+    return f"{mean:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+
+
+def lines(experiment: Configuration, records: Sequence[Mapping[str, Any]]) -> list[TableLine]:
+    """The lines of an experiment's table, for what has been run."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record["row"], str(record["point"])), []).append(record)
+    return [_line(experiment, group) for group in groups.values()]
+
+
+def markdown(found: Sequence[TableLine]) -> str:
+    """The table: one line for every row and point, ours beside the paper's."""
+    keys = list(dict.fromkeys(key for line in found for key in line.point if key != "epsilon"))
+    extras = list(dict.fromkeys(key for line in found for key in line.extra))
+    metric = metric_name(found[0].metric)
+    head = ["", "ε", *keys, *extras, f"{metric}, ours", "seeds", "published", "ε of the same run"]
+    rows = [head, ["---"] * len(head)]
+    for line in found:
+        one = line.published
+        theirs = "" if one is None else with_interval(one.value, one.interval)
+        also = ", ".join(f"{name} {value:.2f}" for name, value in line.epsilons.items())
+        spent = "not private" if line.epsilon is None else f"{line.epsilon:.3g}"
+        point = [str(line.point.get(key, "")) for key in keys]
+        extra = [
+            with_interval(fmean(line.extra[key]), interval(line.extra[key])) if key in line.extra else ""
+            for key in extras
+        ]
+        rows.append([line.row, spent, *point, *extra, line.text, str(len(line.scores)), theirs, also])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def metric_name(metric: str) -> str:
+    """A metric for a reader.
+
+    >>> metric_name("label_accuracy")
+    'label accuracy, %'
+    """
+    return metric.replace("_", " ") + (", %" if metric.endswith("accuracy") else "")
+
+
+def _line(experiment: Configuration, group: Sequence[Mapping[str, Any]]) -> TableLine:
+    first = group[0]
+    scale = 100.0 if first["metric"].endswith("accuracy") else 1.0
+    names = [name for name in (first.get("extra") or {}) if isinstance(first["extra"][name], (int, float))]
+    return TableLine(
+        row=first["row"],
+        point=first["point"],
+        metric=first["metric"],
+        scores=tuple(scale * record["score"] for record in group),
+        epsilon=first["epsilon"],
+        epsilons=first["epsilons"] or {},
+        noise_multiplier=(first.get("plan") or {}).get("noise_multiplier"),
+        published=experiment.published_for(first["row"], first["point"]),
+        extra={name: tuple(record["extra"][name] for record in group) for name in names},
+    )

@@ -1,0 +1,290 @@
+"""Experiments: the configurations, a grid that goes on where it stopped, tables, figures and the page of results."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from clipless.app.cli import app
+from clipless.app.data import DATA, load
+from clipless.app.models import MODELS, TEXT_MODELS
+from clipless.app.reproduce import experiment, results_page, running
+from clipless.app.reproduce.configuration import Configuration, configurations, parse
+from clipless.app.reproduce.pictures import PICTURES
+from clipless.app.reproduce.summary import interval, lines, markdown
+from clipless.app.training import Saving, train
+from clipless.errors import CliplessError, Interrupted, InvalidArgument
+
+SMALL = """
+title = "Digits"
+source = "no paper"
+data = "digits"
+seeds = 2
+note = "Tiny."
+measure = ["confidence", "norms"]
+
+[settings]
+model = "linear"
+epochs = 1
+batch_size = 300
+
+[grid]
+epsilon = [3.0, 8.0]
+
+[[rows]]
+name = "AUTO-S"
+settings = { clipping = "auto-s" }
+
+[[rows]]
+name = "DC-E"
+settings = { clipping = "dc-e", epsilon = 5.0 }
+
+[[rows]]
+name = "plain"
+settings = { clipping = "none" }
+
+[[published]]
+row = "AUTO-S"
+epsilon = 8.0
+value = 90.5
+interval = 0.5
+
+[figure]
+kind = ["bars", "curves"]
+x = "epsilon"
+
+[quick]
+rows = ["AUTO-S"]
+grid = { epsilon = [3.0] }
+"""
+
+
+@pytest.fixture(scope="module")
+def small() -> Configuration:
+    return parse("small", SMALL)
+
+
+@pytest.fixture(scope="module")
+def folder(small: Configuration, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All runs of the small experiment."""
+    made = tmp_path_factory.mktemp("small")
+    running.run_grid(small, made, lambda *_: None)
+    return made
+
+
+@pytest.mark.parametrize("name", configurations())
+def test_every_configuration_can_be_run(name: str) -> None:
+    one = configurations()[name]
+    assert one.title
+    assert one.data.removesuffix("+scattering") in DATA
+    for version in (one, one.quickly()):
+        cells = version.cells()
+        assert len({cell.stem for cell in cells}) == len(cells)
+        for cell in cells:
+            assert cell.settings.model in (*MODELS, *TEXT_MODELS)
+            assert not cell.settings.private or cell.settings.how
+    assert len(one.quickly().cells()) < len(one.cells())
+    for published in one.published:
+        assert any(one.published_for(cell.row, cell.point) == published for cell in one.cells()), published
+    kinds = one.figure.get("kind", "bars")
+    assert {kinds} if isinstance(kinds, str) else set(kinds) <= set(PICTURES)
+
+
+def test_a_grid_has_every_combination_and_a_row_without_privacy_no_epsilon(small: Configuration) -> None:
+    found = [(cell.row, cell.settings.epsilon, cell.settings.seed) for cell in small.cells()]
+    assert found[:4] == [("AUTO-S", 3.0, 0), ("AUTO-S", 8.0, 0), ("DC-E", 5.0, 0), ("plain", 3.0, 0)]
+    assert len(found) == 8
+    assert [dict(cell.point) for cell in small.cells(1)] == [{"epsilon": 3.0}, {"epsilon": 8.0}, {}, {}]
+
+
+def test_a_stored_run_is_not_run_again_and_a_changed_one_is(small: Configuration, folder: Path) -> None:
+    files = {path: path.stat().st_mtime_ns for path in (folder / running.RUNS).iterdir()}
+    assert len(files) == 8
+    running.run_grid(small, folder, lambda *_: None)
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    changed = replace(small, settings={**small.settings, "batch_size": 200})
+    assert all(running.stored(folder, cell) is None for cell in changed.cells())
+
+
+def test_a_grid_that_was_interrupted_goes_on(small: Configuration, folder: Path, tmp_path: Path) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop_at_third(what: str, done: float, total: float) -> None:
+        if done == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        running.run_grid(small, tmp_path, stop_at_third)
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / running.RUNS).iterdir()}
+    assert len(kept) == 2
+    seen: list[tuple[float, float]] = []
+    records = running.run_grid(small, tmp_path, lambda _, done, total: seen.append((done, total)))
+    assert seen[0] == (2.0, 8.0)
+    assert seen[-1] == (8.0, 8.0)
+    assert all((tmp_path / running.RUNS / name).stat().st_mtime_ns == time for name, time in kept.items())
+    whole = running.finished(small, folder, small.cells())
+    assert [record["score"] for record in records] == [record["score"] for record in whole]
+
+
+def test_a_record_has_its_plan_and_what_was_spent_by_every_accountant(small: Configuration, folder: Path) -> None:
+    private, *_, plain = running.finished(small, folder, small.cells(1))
+    assert private["plan"]["epsilon"] == 3.0
+    assert private["epsilon"] == private["epsilons"]["pld"] <= 3.0
+    assert private["epsilons"]["rdp"] > private["epsilons"]["pld"]
+    assert (plain["epsilon"], plain["plan"], plain["private"]) == (None, None, False)
+
+
+def test_a_damaged_record_is_refused_by_name(small: Configuration, tmp_path: Path) -> None:
+    cell = small.cells()[0]
+    (tmp_path / running.RUNS).mkdir()
+    (tmp_path / running.RUNS / f"{cell.stem}.json").write_text("{")
+    with pytest.raises(CliplessError, match=rf"{cell.stem}\.json is not JSON"):
+        running.stored(tmp_path, cell)
+
+
+def test_nothing_is_left_of_the_checkpoints_of_finished_runs(small: Configuration, tmp_path: Path) -> None:
+    long = replace(small, resume=True, rows=small.rows[:1], seeds=1, measure=())
+    assert len(running.run_grid(long, tmp_path, lambda *_: None)) == 2
+    assert not list((tmp_path / running.UNFINISHED).iterdir())
+
+
+def test_means_intervals_and_published_numbers_stand_side_by_side(small: Configuration, folder: Path) -> None:
+    records = running.finished(small, folder, small.cells())
+    found = lines(small, records)
+    assert [(line.row, len(line.scores)) for line in found] == [("AUTO-S", 2), ("AUTO-S", 2), ("DC-E", 2), ("plain", 2)]
+    scores = [100 * one["score"] for one in records if one["row"] == "AUTO-S" and one["point"] == {"epsilon": 8.0}]
+    assert found[1].mean == pytest.approx(sum(scores) / 2)
+    assert found[1].interval == pytest.approx(12.7062 * abs(scores[0] - scores[1]) / 2, rel=1e-4)
+    table = markdown(found).splitlines()
+    assert "90.50 ± 0.50" in table[3]
+    assert "90.50" not in table[2]
+    assert "not private" in table[-1]
+    assert interval([1.0]) is None
+
+
+def test_results_table_and_figures_are_written(small: Configuration, folder: Path) -> None:
+    result = experiment.written(small, folder, "png")
+    stems = {Path(file).stem for file in result.figures}
+    assert stems == {f"small-{name}" for name in ("bars", "curves", "thresholds", "norms", "reliability")}
+    assert all(Path(file).read_bytes().startswith(b"\x89PNG") for file in result.figures)
+    stored = json.loads((folder / experiment.RESULTS).read_text())
+    assert stored["missing_runs"] == 0
+    assert len(stored["runs"]) == 8
+    assert stored["plans"]["AUTO-S, epsilon 3.0"]["epsilon"] == 3.0
+    assert experiment.NOT_PRIVATE in result.page.read_text(encoding="utf-8")
+
+
+def test_page_and_readme_are_made_of_what_is_stored(
+    small: Configuration, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment.written(small, folder, "png")
+    monkeypatch.setattr(results_page, "configurations", lambda: {"small": small})
+    store = tmp_path / "results"
+    store.mkdir()
+    stored = json.loads((folder / experiment.RESULTS).read_text())
+    stored["missing_runs"] = 3
+    (store / "small.json").write_text(json.dumps(stored))
+    page, readme = tmp_path / "results.md", tmp_path / "README.md"
+    readme.write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
+    results_page.write_page(store, page)
+    results_page.write_readme(store, readme)
+    text = page.read_text(encoding="utf-8")
+    assert "## small: Digits" in text
+    assert "3 of 11 runs of this experiment have not been run." in text
+    for name in ("bars", "norms"):
+        assert f"figures/results/small-{name}.png" in text
+        assert (tmp_path / "figures" / "results" / f"small-{name}.png").exists()
+    rows = [line for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("| small")]
+    assert len(rows) == 1, "lines without a published number are on the page only"
+    assert "90.50 ± 0.50" in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ('model = "linear"', ""),
+        ("[grid]", "[grid]\ntemperature = [1]"),
+        ('clipping = "dc-e"', 'clipping = "dc-f"'),
+        ("[[rows]]", "[[rowz]]"),
+        ('clipping = "dc-e"', '"clipping.percentile" = 0.5, clipping = "dc-e"'),
+    ],
+)
+def test_a_configuration_with_a_mistake_is_refused(change: str, words: str) -> None:
+    text = SMALL.replace(change, words or 'modle = "linear"')
+    with pytest.raises(CliplessError):
+        parse("broken", text)
+
+
+def test_the_command_runs_an_experiment_from_its_name(
+    small: Configuration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clipless.app.reproduce.configuration.configurations", lambda: {"small": small})
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["reproduce", "small", "--quick", "--json"])
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert record["page"] == "runs/reproduce/small-quick/table.md"
+    assert len(list((tmp_path / "runs/reproduce/small-quick/runs").iterdir())) == 1
+    listed = json.loads(CliRunner().invoke(app, ["reproduce", "--list", "--json"]).stdout)
+    assert listed["small"].startswith("no paper: Digits")
+
+
+def test_a_missing_data_set_is_refused_before_anything_is_trained(
+    small: Configuration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clipless.app.data.sources.SYSTEM_FOLDERS", ())
+    with pytest.raises(InvalidArgument, match="apt-get install dataset-fashion-mnist"):
+        running.run_grid(replace(small, data="fashion-mnist"), tmp_path, lambda *_: None, data_dir=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def fake(row: str, score: float, **changes: Any) -> dict[str, Any]:
+    return {
+        "row": row, "point": {}, "metric": "squared_error", "score": score, "epsilon": None, "epsilons": None, "plan": None,
+        "thresholds": None, "settings": {"seed": 0}, "extra": {},
+    } | changes  # fmt: skip
+
+
+def test_errors_are_not_shown_in_percent(small: Configuration) -> None:
+    table = markdown(lines(small, [fake("plain", 0.5), fake("plain", 0.7)]))
+    assert "squared error, ours" in table
+    assert "0.6000 ± 1.2706" in table
+
+
+def test_an_interrupted_run_of_a_long_experiment_goes_on(
+    small: Configuration, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's checkpoint is found: the steps before it are not taken again."""
+    cell = replace(small.cells()[0], settings=replace(small.cells()[0].settings, epochs=3))
+    steps: list[int] = []
+    digits = load("digits")
+    place = Saving(running.unfinished(tmp_path, cell), resume=True)
+    with pytest.raises(Interrupted):
+        train(digits, cell.settings, lambda at: steps.append(at.step), place, stop=lambda: len(steps) >= 7, group=False)
+    monkeypatch.setattr(
+        running, "train", lambda *args, **kwargs: train(*args, on_progress=lambda at: steps.append(at.step), **kwargs)
+    )
+    running.run_cell(cell, "digits", None, str(tmp_path), resume=True)
+    record = running.stored(tmp_path, cell)
+    assert record is not None
+    assert steps.count(2) == 1
+    assert max(steps) == record["steps"] == 15
+    assert record["score"] == train(digits, cell.settings, group=False).score
+
+
+def test_what_is_stored_is_shown_without_training(
+    small: Configuration, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clipless.app.reproduce.configuration.configurations", lambda: {"small": small})
+    monkeypatch.setattr(running, "train", lambda *_, **__: pytest.fail("trained"))
+    first = (folder / running.RUNS / f"{small.cells()[0].stem}.json").read_text()
+    (tmp_path / running.RUNS).mkdir()
+    (tmp_path / running.RUNS / f"{small.cells()[0].stem}.json").write_text(first)
+    asked = ["reproduce", "small", "--stored", "--out", str(tmp_path), "--store", str(tmp_path / "kept"), "--json"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "kept" / "small.json").read_text())["missing_runs"] == 7

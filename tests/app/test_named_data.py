@@ -1,0 +1,258 @@
+"""The named data sets, from files in the formats in which they are published; and damaged, cut and missing ones."""
+
+import gzip
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from clipless.app.data import DATA, images, load, sources, tables, texts
+from clipless.errors import InvalidArgument
+
+RNG = np.random.default_rng(0)
+
+
+def write_idx(path: Path, shape: tuple[int, ...], highest: int) -> None:
+    array = RNG.integers(0, highest, shape, dtype=np.uint8)
+    path.write_bytes(bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + array.tobytes())
+
+
+def write_mnist(folder: Path, first: tuple[int, ...] = images.FIRST_LABELS["mnist"]) -> None:
+    for part, records in (("train", 60_000), ("t10k", 10_000)):
+        write_idx(folder / f"{part}-images-idx3-ubyte", (records, 28, 28), 256)
+        labels = np.resize(np.array(first, np.uint8), records)
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">BBBBI", 0, 0, 8, 1, records) + labels.tobytes()
+        )
+
+
+def write_fashion(folder: Path) -> None:
+    write_mnist(folder, images.FIRST_LABELS["fashion-mnist"])
+
+
+def write_wine(folder: Path, rows: int = tables.WINE_RECORDS) -> None:
+    numbers = RNG.uniform(0.5, 9, (rows, 11)).round(2)
+    lines = [";".join([*map(str, row), str(3 + number % 6)]) for number, row in enumerate(numbers)]
+    (folder / "winequality-red.csv").write_text("\n".join(['"a";"b"', *lines]))
+
+
+def write_housing(folder: Path, rows: int = tables.HOUSING_RECORDS) -> None:
+    table = RNG.uniform(1, 100, (rows, 9)).round(3)
+    content = "\n".join(",".join(map(str, row)) for row in table).encode()
+    (folder / "cal_housing.data.gz").write_bytes(gzip.compress(content, 1))
+
+
+PERSON = (
+    "39, Private, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, Cuba, {}"
+)
+
+
+def write_adult(folder: Path, rows: int = 32_561) -> None:
+    people = [PERSON.format("<=50K"), PERSON.format(">50K")] * (rows // 2) + [PERSON.format(">50K")]
+    (folder / "adult.data").write_text("\n".join(people) + "\n")
+    (folder / "adult.test").write_text("\n".join(["|1x3 Cross validator", *[PERSON.format(">50K.")] * 16_281]) + "\n\n")
+
+
+def write_names(folder: Path) -> None:
+    for number, language in enumerate(texts.LANGUAGES):
+        (folder / f"{language}.txt").write_text("\n".join(["Ślusàrski", "O'Neal", "Ng"] * (number + 2)) + "\n", "utf-8")
+
+
+def write_tsv(folder: Path, files: dict[str, list[list[str]]]) -> None:
+    for name, rows in files.items():
+        (folder / name).write_text("\n".join("\t".join(row) for row in rows) + "\n", "utf-8")
+
+
+def write_sst2(folder: Path) -> None:
+    rows = [["sentence", "label"], ['a "good" film ', "1"], ["no wit , at all ", "0"]]
+    write_tsv(folder, {"train.tsv": rows, "dev.tsv": rows})
+
+
+def write_qnli(folder: Path) -> None:
+    rows = [
+        ["index", "question", "sentence", "label"],
+        ["0", "Who?", "He did.", "entailment"],
+        ["1", "A", "B", "not_entailment"],
+    ]
+    write_tsv(folder, {"train.tsv": rows, "dev.tsv": rows})
+
+
+def write_snli(folder: Path) -> None:
+    head = ["gold_label", "sentence1", "sentence2"]
+    rows = [
+        head,
+        ["neutral", "A man.", "A person."],
+        ["-", "x", "y"],
+        ["contradiction", "x", "y"],
+        ["entailment", "x", "y"],
+    ]
+    write_tsv(folder, {"snli_1.0_train.txt": rows, "snli_1.0_test.txt": rows})
+
+
+def write_e2e(folder: Path) -> None:
+    content = 'mr,ref\n"name[A], food[B]","A, with £5."\nname[C],C\n'
+    for name in ("trainset.csv", "testset_w_refs.csv"):
+        (folder / name).write_text(content, "utf-8")
+
+
+def write_cifar(folder: Path) -> None:
+    for name in images.CIFAR_FILES:
+        rows = np.zeros((10_000, images.CIFAR_ROW), np.uint8)
+        rows[:, 0], rows[:, 1] = np.arange(10_000) % 10, 255
+        (folder / name).write_bytes(rows.tobytes())
+
+
+def write_svhn(folder: Path) -> None:
+    from scipy.io import savemat
+
+    for name in images.SVHN_FILES:
+        pixels = np.zeros((32, 32, 3, 12), np.uint8)
+        pixels[0, 1, 2] = 255
+        savemat(folder / name, {"X": pixels, "y": np.arange(1, 13).reshape(-1, 1) % 10 + 1})
+
+
+# name: (writer, folder, training records, test records, shape, outputs, task)
+SETS: dict[str, tuple[Callable[[Path], None], str, int, int, tuple[int, ...], int, str]] = {
+    "mnist": (write_mnist, "mnist", 60_000, 10_000, (1, 28, 28), 10, "classes"),
+    "fashion-mnist": (write_fashion, "FashionMNIST/raw", 60_000, 10_000, (1, 28, 28), 10, "classes"),
+    "cifar10": (write_cifar, "cifar-10-batches-bin", 50_000, 10_000, (3, 32, 32), 10, "classes"),
+    "svhn": (write_svhn, "svhn", 12, 12, (3, 32, 32), 10, "classes"),
+    "wine": (write_wine, "wine_quality", 1_279, 320, (11,), 1, "numbers"),
+    "housing": (write_housing, "", 18_576, 2_064, (8,), 1, "numbers"),
+    "adult": (write_adult, "adult", 32_561, 16_281, (37,), 2, "classes"),
+    "adult-labels": (write_adult, "adult", 32_561, 16_281, (31,), 6, "labels"),
+    "names": (write_names, "names", 454, 113, (20,), 18, "classes"),
+    "sst2": (write_sst2, "SST-2", 2, 2, (48,), 2, "classes"),
+    "qnli": (write_qnli, "qnli", 2, 2, (48,), 2, "classes"),
+    "snli": (write_snli, "snli_1.0", 3, 3, (48,), 3, "classes"),
+    "e2e": (write_e2e, "e2e", 2, 2, (256,), 257, "tokens"),
+}
+
+
+def written(name: str, root: Path) -> Path:
+    write, below = SETS[name][:2]
+    folder = root / below
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder)
+    return folder
+
+
+def test_every_named_set_is_tested() -> None:
+    assert {*SETS, "digits"} == set(DATA)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_set_is_read_in_its_standard_format(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(name, tmp_path)
+    monkeypatch.setenv(sources.VARIABLE, f"{tmp_path / 'elsewhere'}:{tmp_path}")
+    data = load(name)
+    _, _, train, test, shape, outputs, task = SETS[name]
+    assert (len(data.train), len(data.test), data.shape, data.classes, data.task) == (train, test, shape, outputs, task)
+    assert data.name == name
+    x, y = data.train.tensors
+    assert bool(x.isfinite().all())
+    assert (data.vocabulary is None) == (x.dtype == torch.float32)
+    assert data.vocabulary is None or 0 <= int(x.min()) <= int(x.max()) < data.vocabulary
+    assert task != "classes" or 0 <= int(y.min()) <= int(y.max()) < outputs
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name != "cifar10"])
+def test_a_file_cut_short_is_refused_with_how_to_get_it(name: str, tmp_path: Path) -> None:
+    folder = written(name, tmp_path)
+    victim = sorted(path for path in folder.iterdir() if path.is_file())[-1]
+    content = victim.read_bytes()
+    victim.write_bytes(content[: len(content) // 3] if name in ("names", "snli") else content[: -len(content) // 2 - 3])
+    if name == "names":
+        victim.write_bytes(b"")
+    with pytest.raises(InvalidArgument) as refused:
+        load(name, tmp_path)
+    assert victim.name in str(refused.value) or str(folder) in str(refused.value)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_missing_files_are_named_with_how_to_get_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "SYSTEM_FOLDERS", ())
+    monkeypatch.setenv(sources.VARIABLE, str(tmp_path / "one"))
+    for refused in (lambda: load(name), lambda: load(name, tmp_path / "two")):
+        with pytest.raises(InvalidArgument, match=r"--data-dir or CLIPLESS_DATA\)\. .*(Put|Unpack|apt-get)"):
+            refused()
+
+
+@pytest.mark.parametrize("name", ["mnist", "adult", "names", "e2e"])
+def test_one_missing_file_of_several_is_named(name: str, tmp_path: Path) -> None:
+    folder = written(name, tmp_path)
+    victim = sorted(folder.iterdir())[-1]
+    victim.unlink()
+    with pytest.raises(InvalidArgument, match=f"{folder} lacks {victim.name}"):
+        load(name, tmp_path)
+
+
+def test_other_images_than_the_set_has_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "mnist"
+    folder.mkdir()
+    for part in ("train", "t10k"):
+        write_idx(folder / f"{part}-images-idx3-ubyte", (5, 28, 28), 256)
+        write_idx(folder / f"{part}-labels-idx1-ubyte", (5,), 10)
+    with pytest.raises(InvalidArgument, match="another data set"):
+        load("mnist", tmp_path)
+
+
+def test_fashion_is_not_taken_for_mnist(tmp_path: Path) -> None:
+    write_fashion(tmp_path)
+    with pytest.raises(InvalidArgument, match="those of another data set"):
+        load("mnist", tmp_path)
+
+
+def test_a_cifar_batch_of_another_length_is_refused(tmp_path: Path) -> None:
+    for name in images.CIFAR_FILES:
+        (tmp_path / name).write_bytes(bytes(100))
+    with pytest.raises(InvalidArgument, match="has 100 bytes"):
+        load("cifar10", tmp_path)
+
+
+def test_scaling_of_a_record_does_not_depend_on_the_others(tmp_path: Path) -> None:
+    """Changing every other wine leaves a wine's features as they are."""
+    write_wine(tmp_path)
+    first = load("wine", tmp_path)
+    lines = (tmp_path / "winequality-red.csv").read_text().split("\n")
+    (tmp_path / "winequality-red.csv").write_text("\n".join([*lines[:2], *["9;" * 11 + "8"] * (len(lines) - 2)]))
+    other = load("wine", tmp_path)
+    same = [bool((a == b).all()) for a, b in zip(first.train.tensors[0], other.train.tensors[0], strict=True)]
+    same += [bool((a == b).all()) for a, b in zip(first.test.tensors[0], other.test.tensors[0], strict=True)]
+    assert sum(same) == 1
+
+
+def test_a_row_of_an_unknown_label_is_named_by_its_line(tmp_path: Path) -> None:
+    rows = [["sentence", "label"], ["fine ", "1"], ["odd ", "7"]]
+    write_tsv(tmp_path, {"train.tsv": rows, "dev.tsv": rows[:2]})
+    with pytest.raises(InvalidArgument, match="line 3 of .*train.tsv"):
+        load("sst2", tmp_path)
+
+
+def test_only_the_wanted_text_counts_in_the_loss_of_e2e(tmp_path: Path) -> None:
+    write_e2e(tmp_path)
+    x, y = load("e2e", tmp_path).train[0]
+    counted = [int(token) - 1 for token in y if token != texts.IGNORED]
+    assert bytes(counted).decode() == "A, with £5.\n"
+    assert bytes(int(token) - 1 for token in x if token).decode().startswith("name[A], food[B]\nA, with")
+
+
+def test_scattering_of_an_image_does_not_depend_on_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("kymatio")
+    from clipless.app.data.scattering import scattered
+
+    pixels = torch.rand(3, 1, 28, 28)
+    together, alone = scattered(pixels), scattered(pixels[1:2])
+    assert together.shape == (3, 81, 7, 7)
+    assert torch.allclose(together[1:2], alone, atol=1e-5)
+
+
+def test_scattering_is_for_images_only(tmp_path: Path) -> None:
+    write_wine(tmp_path)
+    with pytest.raises(InvalidArgument, match="no images"):
+        load("wine+scattering", tmp_path)
