@@ -81,13 +81,19 @@ def trainer(folder: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer
 
 
 def fit(
-    folder: Path, *others: pl.Callback, module: pl.LightningModule | None = None, how: Any = None, **options: Any
+    folder: Path,
+    *others: pl.Callback,
+    module: pl.LightningModule | None = None,
+    how: Any = None,
+    validation: bool = False,
+    **options: Any,
 ) -> tuple[pl.LightningModule, PrivateTraining]:
     """Train a fresh module; `how` are the arguments of PrivateTraining beside `privacy`."""
     torch.manual_seed(1)
     module = Classifier() if module is None else module
     callback = PrivateTraining(privacy(), **(how or {}))
-    trainer(folder, callback, *others, **options).fit(module, loader())
+    validated = DataLoader(records(), batch_size=16) if validation else None
+    trainer(folder, callback, *others, **options).fit(module, loader(), validated)
     return module, callback
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning_runs import (
     BATCH,
     QUIET,
@@ -253,50 +253,35 @@ def test_stopping_by_a_validation_metric_is_allowed(tmp_path: Path) -> None:
         train.fit(module, loader())
 
 
-class Logs(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
-        return loss
+def test_averages_of_weights_cost_nothing(tmp_path: Path) -> None:
+    """And the weights are those of the run, averaged, as the callback finds them when epochs start."""
+    seen: list[Tensor] = []
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log("late_loss", outputs["loss"])
+    class Keeps(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            seen.append(nn.utils.parameters_to_vector(module.parameters()).detach().clone())
 
-
-def test_training_metrics_reach_no_one(tmp_path: Path) -> None:
-    from lightning.pytorch.loggers import CSVLogger
-
-    logger = CSVLogger(tmp_path, name="log")
-    callback = PrivateTraining(privacy())
-    train = trainer(tmp_path, callback, LearningRateMonitor(), max_epochs=1, logger=logger, log_every_n_steps=1)
-    with pytest.warns(UserWarning, match="was not logged") as told:
-        train.fit(Logs(), loader())
-    names = [str(warning.message).split("'")[1] for warning in told if "was not logged" in str(warning.message)]
-    assert sorted(names) == ["late_loss", "train_loss"]
-    seen = {*train.callback_metrics, *train.logged_metrics, *train.progress_bar_metrics}
-    assert not [name for name in seen if "loss" in name]
-    assert "loss" not in Path(logger.log_dir, "metrics.csv").read_text()
-    assert "epsilon" in seen
+    average = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=2)
+    module, callback = fit(tmp_path, Keeps(), average, max_epochs=3)
+    assert callback.spent().steps == 18
+    averaged = nn.utils.parameters_to_vector(module.parameters()).detach()
+    torch.testing.assert_close(averaged, (seen[1] + seen[2]) / 2)
 
 
-def test_training_metrics_are_logged_if_asked_for(tmp_path: Path) -> None:
-    callback = PrivateTraining(privacy(), log_not_private=True)
-    train = trainer(tmp_path, callback, max_epochs=1)
-    with pytest.warns(UserWarning, match="is not private"):
-        train.fit(Logs(), loader())
-    assert "train_loss_epoch" in train.callback_metrics
+def test_the_trainer_validates_before_and_after(tmp_path: Path) -> None:
+    module, callback = Classifier(), PrivateTraining(privacy())
+    train, validation = trainer(tmp_path, callback), DataLoader(records(), batch_size=16)
+    (before,) = train.validate(module, validation, verbose=False)
+    train.fit(module, loader(), validation)
+    (after,) = train.validate(module, validation, verbose=False)
+    assert callback.spent().steps == 6
+    assert before["val_loss"] != after["val_loss"]
 
 
-def test_a_scheduler_cannot_follow_the_training_loss(tmp_path: Path) -> None:
-    class Plateau(Logs):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "train_loss"}}
-
-    train = trainer(tmp_path, PrivateTraining(privacy()), max_epochs=2)
-    with pytest.warns(UserWarning, match="was not logged"), pytest.raises(Exception, match="not available"):
-        train.fit(Plateau(), loader())
+def test_time_ends_a_run_that_has_spent_less(tmp_path: Path) -> None:
+    _, callback = fit(tmp_path, max_time="00:00:00:00")
+    assert callback.private is not None
+    assert callback.spent().steps < callback.private.plan.steps
 
 
 def test_the_data_of_a_data_module_are_taken(tmp_path: Path) -> None:

@@ -1,12 +1,19 @@
 """What would break the promise of Trainer.fit is refused, with the remedy."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
@@ -64,6 +71,18 @@ class WithBatchNorm(Classifier):
         self.body.append(nn.BatchNorm1d(6))
 
 
+class WithFixedBatchNorm(Classifier):
+    """Allowed by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.append(nn.BatchNorm1d(6).eval().requires_grad_(False))
+
+
+def by_time() -> ModelCheckpoint:
+    return ModelCheckpoint(train_time_interval=timedelta(minutes=10))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -73,6 +92,9 @@ class WithBatchNorm(Classifier):
         ({"max_epochs": -1}, "without end"),
         ({"limit_train_batches": 3, "accumulate_grad_batches": 2}, "multiple"),
         ({"accumulate_grad_batches": 100}, "accumulate_grad_batches"),
+        ({"accumulate_grad_batches": 2, "max_time": "00:01:00:00"}, "max_steps"),
+        ({"accumulate_grad_batches": 2, "others": by_time, "enable_checkpointing": True}, "every_n_train_steps"),
+        ({"accumulate_grad_batches": 2, "val_check_interval": 1, "validation": True}, "multiple of accumulate"),
         ({"module": Manual}, "automatic_optimization"),
         ({"module": ClipsItself}, "configure_gradient_clipping"),
         ({"module": Fetches}, "batch_idx"),
@@ -80,7 +102,9 @@ class WithBatchNorm(Classifier):
         ({"module": SkipsSteps}, "without its backward"),
         ({"module": SkipsEpochs, "max_epochs": 2}, "was not stepped"),
         ({"module": WithBatchNorm}, "GroupNorm"),
+        ({"module": WithFixedBatchNorm, "others": lambda: StochasticWeightAveraging(0.1)}, "further epoch"),
         ({"precision": "bf16-mixed"}, "RecordLosses"),
+        ({"limit_train_batches": 0}, "no step"),
         ({"others": LearningRateFinder}, "clipless tune"),
         ({"others": lambda: GradientAccumulationScheduler({0: 2})}, "accumulate_grad_batches"),
     ],
@@ -107,9 +131,21 @@ def test_a_search_for_the_learning_rate_is_refused(tmp_path: Path) -> None:
         Tuner(train).lr_find(Classifier(), train_dataloaders=loader())
 
 
+def test_a_search_by_the_tuner_for_the_batch_size_is_refused(tmp_path: Path) -> None:
+    class Sized(Classifier):
+        batch_size = 4
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return loader(self.batch_size)
+
+    train = trainer(tmp_path, PrivateTraining(privacy()))
+    with pytest.raises(clipless.Misuse, match="clipless tune"):
+        Tuner(train).scale_batch_size(Sized())
+
+
 def test_a_search_for_the_batch_size_is_refused() -> None:
     with pytest.raises(clipless.Misuse, match="clipless tune"):
-        refuse_callbacks([BatchSizeFinder()])
+        refuse_callbacks([BatchSizeFinder()], Classifier())
 
 
 def test_other_strategies_are_refused() -> None:

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_runs import QUIET, Classifier, loader, privacy, records, same_weights, trainer
+from lightning_runs import BATCH, QUIET, Classifier, loader, privacy, records, same_weights, trainer
 from torch.utils.data import DataLoader
 
 import clipless
@@ -16,11 +16,19 @@ from clipless.integrations.lightning import PrivateTraining
 pytestmark = [
     *[pytest.mark.filterwarnings(text) for text in QUIET],
     pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before the epoch ended.*"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided.*"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed.*"),
 ]
 
 
 def train(
-    folder: Path, path: Path | None = None, seed: int = 1, how: Any = None, settings: Any = None, **options: Any
+    folder: Path,
+    path: Path | None = None,
+    seed: int = 1,
+    how: Any = None,
+    settings: Any = None,
+    batch_size: int = BATCH,
+    **options: Any,
 ) -> tuple[Classifier, PrivateTraining]:
     """Two epochs of 6 steps with Poisson batches, a validation after each, and a checkpoint every `every` steps."""
     torch.manual_seed(seed)
@@ -30,7 +38,7 @@ def train(
     )
     options = {"max_epochs": 2, "enable_checkpointing": True} | options
     made = trainer(folder, callback, checkpoints, **options)
-    made.fit(module, loader(), DataLoader(records(), batch_size=16), ckpt_path=path)
+    made.fit(module, loader(batch_size), DataLoader(records(), batch_size=16), ckpt_path=path)
     return module, callback
 
 
@@ -50,15 +58,35 @@ def test_resumed_in_and_after_an_epoch(clipping: str, step: int, tmp_path: Path)
     assert clipless.read_ledger(ledger).recorded().steps == 12
 
 
-def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
-    class Killed(Exception):
-        pass
+@pytest.mark.parametrize("step", [2, 4])
+def test_resumed_with_batches_in_parts(step: int, tmp_path: Path) -> None:
+    """The checkpoint of its last step is not written again after the first part of the next batch."""
+    parts = {"accumulate_grad_batches": 2, "max_epochs": 1, "batch_size": BATCH // 2}
+    whole, callback = train(tmp_path, **parts)
+    path = tmp_path / "kept" / f"{step}.ckpt"
+    written = path.stat().st_mtime_ns
+    again, resumed = train(tmp_path, path, seed=77, **parts)
+    assert path.stat().st_mtime_ns == written
+    assert same_weights(whole, again)
+    assert callback.private is not None
+    assert resumed.private is not None
+    assert resumed.private.ledger == callback.private.ledger
+    assert resumed.private.steps_taken == 6
 
-    class Dies(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.global_step == 5:
-                raise Killed
-            return super().training_step(batch, batch_idx)
+
+class Killed(Exception):
+    pass
+
+
+class Dies(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 5:
+            raise Killed
+        return super().training_step(batch, batch_idx)
+
+
+def interrupted(tmp_path: Path, **how: Any) -> tuple[Classifier, PrivateTraining]:
+    """Five steps, of which the last is in the ledger alone, and a run that goes on from there."""
 
     def run(kind: type[Classifier], path: Path | None, **how: Any) -> tuple[Classifier, PrivateTraining]:
         torch.manual_seed(1)
@@ -72,33 +100,37 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
 
     with pytest.raises(Killed):
         run(Dies, None)
-    module, callback = run(Classifier, tmp_path / "last.ckpt")
+    return run(Classifier, tmp_path / "last.ckpt", **how)
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    module, callback = interrupted(tmp_path)
     expected, _ = train(tmp_path / "reference", limit_val_batches=0)
     assert callback.private is not None
     assert callback.private.steps_taken == 12
     assert same_weights(module, expected)
 
 
-def test_other_weights_under_the_same_noise_are_refused(tmp_path: Path) -> None:
-    """A second run from one checkpoint with another learning rate would show the difference of two gradients."""
+def test_a_run_with_new_noise_ends_as_much_earlier_as_steps_were_lost(tmp_path: Path) -> None:
+    module, callback = interrupted(tmp_path, reseed=True)
+    expected, _ = train(tmp_path / "reference", limit_val_batches=0)
+    assert callback.spent().steps == 12
+    assert not same_weights(module, expected)
+
+
+def test_other_gradients_under_the_same_noise_are_refused(tmp_path: Path) -> None:
+    """A second run from one checkpoint with other losses would show the difference of two gradients."""
     train(tmp_path)
 
-    class Faster(Classifier):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+    class Other(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return super().training_step((x, (y + 1) % 3), batch_idx)
 
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            with torch.no_grad():
-                self.head.bias.add_(1.0)
-
-    def resumed(**how: Any) -> PrivateTraining:
-        callback = PrivateTraining(privacy(), **how)
-        path = tmp_path / "kept" / "4.ckpt"
-        trainer(tmp_path, callback, max_epochs=2).fit(Faster(), loader(), ckpt_path=path)
-        return callback
-
+    callback = PrivateTraining(privacy())
     with pytest.raises(clipless.ReplayDiffers):
-        resumed()
+        trainer(tmp_path, callback, max_epochs=2).fit(Other(), loader(), ckpt_path=tmp_path / "kept" / "4.ckpt")
+    assert callback.spent().steps == 12
 
 
 def test_other_plans_and_plain_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -26,7 +27,9 @@ from clipless.integrations.lightning.refusals import (
     refuse_module,
     refuse_rounded_means,
     refuse_strategy,
+    refuse_times,
     refuse_trainer,
+    refuse_validation_within_a_batch,
 )
 from clipless.privacy import Privacy
 from clipless.private import Private, make_private
@@ -92,7 +95,8 @@ class PrivateTraining(Callback):
                 "fit(ckpt_path=...); for a new run on other records do the same without ckpt_path."
             )
         refuse_trainer(trainer)
-        refuse_callbacks(trainer.callbacks)
+        refuse_callbacks(trainer.callbacks, pl_module)
+        refuse_times(trainer.callbacks, trainer.accumulate_grad_batches)
         refuse_module(pl_module)
         if self._loss_reduction == "mean" and not isinstance(pl_module, RecordLosses):
             refuse_rounded_means(trainer.precision_plugin)
@@ -147,6 +151,10 @@ class PrivateTraining(Callback):
 
     # While training.
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse validations that would fall between two parts of a batch: how long an epoch is, is known now."""
+        refuse_validation_within_a_batch(trainer)
+
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Undo the division of a part's loss by the number of parts: clipping is about each record's own loss."""
         if loss.dim() and not isinstance(pl_module, RecordLosses):
@@ -159,6 +167,8 @@ class PrivateTraining(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
         """A validation may follow. A resumed run may leave it out, so it must not change the random numbers of training."""
+        if trainer.fit_loop._should_accumulate():
+            nothing_to_save(trainer)
         if trainer.enable_validation:
             self._kept = random_state_of([pl_module.device], ())
 
@@ -199,6 +209,14 @@ def _source(source: Any) -> Any:
     looks elsewhere."""
     given = type(source)(source.instance, source.name)
     return lambda: one_loader(given.dataloader())
+
+
+def nothing_to_save(trainer: Trainer) -> None:
+    """Between two parts of a batch the weights are those of the last step. ModelCheckpoint knows that it has saved them,
+    except in a run that was resumed from them."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._last_global_step_saved = trainer.global_step
 
 
 def refuse_plain_checkpoint() -> NoReturn:

@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -54,9 +61,14 @@ def refuse_module(module: LightningModule) -> None:
         raise Misuse("training_step(dataloader_iter) fetches batches itself: take training_step(batch, batch_idx).")
 
 
-def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Raise for callbacks that train outside the budget or change the batch within a run."""
+def refuse_callbacks(callbacks: Sequence[Callback], module: LightningModule) -> None:
+    """Raise for callbacks that use records outside the budget or change the batch within a run."""
     for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
+            raise Misuse(
+                "StochasticWeightAveraging measures the statistics of BatchNorm on the records in a further epoch, without "
+                "noise: replace BatchNorm with GroupNorm (clipless.replace_batchnorm(model)), or use EMAWeightAveraging."
+            )
         if isinstance(callback, (LearningRateFinder, BatchSizeFinder)):
             raise Misuse(
                 f"{type(callback).__name__} trains on the records before the run, which nothing accounts for: find the "
@@ -67,6 +79,35 @@ def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
                 "GradientAccumulationScheduler changes the batch size within the run: give "
                 "Trainer(accumulate_grad_batches=k), which splits each batch into k parts."
             )
+
+
+def refuse_times(callbacks: Sequence[Callback], parts: int) -> None:
+    """Raise for what happens by the clock, where batches have parts: it would fall between two of them."""
+    if parts == 1:
+        return
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+            raise Misuse(
+                f"train_time_interval would save in the middle of a batch of accumulate_grad_batches={parts} parts, from "
+                "where no run can be resumed: use ModelCheckpoint(every_n_train_steps=...)."
+            )
+        if isinstance(callback, Timer) and callback._interval == "step":
+            raise Misuse(
+                f"max_time would stop in the middle of a batch of accumulate_grad_batches={parts} parts: leave it out, and "
+                "use max_steps, or callbacks=[Timer(..., interval='epoch')]."
+            )
+
+
+def refuse_validation_within_a_batch(trainer: Trainer) -> None:
+    """Raise if validations, and the checkpoints after them, would fall between two parts of a batch."""
+    parts, every = trainer.accumulate_grad_batches, trainer.val_check_batch
+    if not trainer.enable_validation or parts == 1 or every == float("inf"):
+        return
+    if every is None or every % parts:
+        raise Misuse(
+            f"val_check_interval={trainer.val_check_interval} validates in the middle of a batch of {parts} parts: give a "
+            f"number of batches that is a multiple of accumulate_grad_batches={parts}."
+        )
 
 
 def refuse_strategy(strategy: Strategy) -> None:
