@@ -13,7 +13,7 @@ SABOTAGES = (
     Sabotage(
         "divided-by-the-realised-batch",
         "private.py",
-        "divisor=self.plan.divisor(self._thresholds)",
+        "divisor=divisor",
         "divisor=max(self._engine.seen, 1)",
         (f"{RELEASES}::test_each_release_of_a_flat_run[abadi-uniform-None]",),
     ),
