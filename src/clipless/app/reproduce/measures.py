@@ -44,8 +44,8 @@ def confidence(model: nn.Module, data: Data) -> dict[str, Any]:
 class NormWatch:
     """Norms of the per-sample gradients of a fixed sample of training records, over training.
 
-    Not private: for public data only. `found` has for each look the step, quantiles of the norms, the share of records above
-    the threshold, and DC's expected error E(C) over a range of thresholds.
+    Not private: for public data only. `found` has for each look the step, quantiles of the norms, and the share of records
+    above the threshold.
     """
 
     data: Data
