@@ -54,7 +54,7 @@ def test_a_target_parses_and_names_files_that_exist(target: str) -> None:
 
 @needs_make
 def test_another_version_of_torch_gets_an_environment_of_its_own_and_the_core_tests() -> None:
-    command = ["make", "--dry-run", "test-torch", "VERSION=2.99"]
+    command = ["make", "--no-print-directory", "--dry-run", "test-torch", "VERSION=2.99"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "pip install --quiet --disable-pip-version-check torch==2.99" in done.stdout
     assert "grep -v '^torch=='" in done.stdout, "the pinned torch must not replace it"

@@ -19,7 +19,9 @@ def test_the_record_has_the_privacy_arguments_of_make_private_with_its_defaults(
     of_make_private = inspect.signature(clipless.make_private).parameters
     assert all(of_make_private[name].default == value for name, value in ours.items())
     rest = {name for name, parameter in of_make_private.items() if parameter.kind == parameter.KEYWORD_ONLY} - set(ours)
-    assert rest == {"batch_size", "epochs", "steps", "loss_reduction", "kernels", "check", "group"}
+    assert rest == {
+        "batch_size", "epochs", "steps", "loss_reduction", "unit_gradients", "kernels", "check", "group",
+    }  # fmt: skip
 
 
 def test_it_makes_the_same_run() -> None:

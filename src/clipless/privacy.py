@@ -13,7 +13,7 @@ from clipless.foreign import FOREIGN_NAMES
 from clipless.noise import chosen_noise
 from clipless.phases import Schedule, as_schedule, schedule
 
-_OF_THE_RUN = ("batch_size", "epochs", "steps", "loss_reduction", "kernels", "check", "group")
+_OF_THE_RUN = ("batch_size", "epochs", "steps", "loss_reduction", "unit_gradients", "kernels", "check", "group")
 
 
 @dataclass(frozen=True)
