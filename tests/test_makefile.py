@@ -20,6 +20,7 @@ QUICK: dict[str, list[tuple[list[str], str]]] = {
         (["experiments/clipping.py", "--quick", "--docs", "docs"], "docs/figures/dc-e.svg"),
         (["experiments/budget.py", "--quick", "--docs", "docs"], "docs/figures/budget.json"),
     ],
+    "test-worlds": [(["tests/distributed/all_worlds.py", "1"], "")],
     "sabotage": [(["tests/sabotages.py", "quantile-sign"], "")],
     "sweep": [(["tests/accounting/sweep.py", "--every", "500", "--accountants", "gdp"], "")],
     "soak": [(["benchmarks/soak.py", "--steps", "60", "--most-growth", "1e6"], "")],
@@ -30,9 +31,8 @@ QUICK: dict[str, list[tuple[list[str], str]]] = {
     ],
     "models-page": [(["experiments/models_page.py", "docs/models.md"], "docs/models.md")],
 }
-# `make bench` is what tests/app/test_bench.py runs with --quick, `make test-worlds` runs the scenarios of
-# tests/distributed/test_sharded.py in more worlds; the rest is what runs these tests, or tidies up.
-ELSEWHERE = {"bench", "test", "test-worlds", "test-integrations", "test-torch", "lint", "format", "help", "clean"}
+# `make bench` is what tests/app/test_bench.py runs with --quick; the rest is what runs these tests, or tidies up.
+ELSEWHERE = {"bench", "test", "test-integrations", "test-torch", "lint", "format", "help", "clean"}
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 
 
