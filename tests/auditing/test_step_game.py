@@ -43,7 +43,7 @@ def test_no_rule_policy_or_noise_source_breaks_its_claim(name: str, noise: str) 
     verdict = judge_step(play(game, 30 if game.joint else 1920), confidence=SURE)
     assert verdict.sound, verdict
     assert verdict.lower_bound <= verdict.claimed_epsilon
-    if not game.joint and "decay" not in name:  # 0.46 in the mean; without a seed 0.39 once in about a hundred games
+    if not game.joint and "decay" not in name:  # auto-s without a seed, 60 games: 0.39 to 0.72
         assert verdict.lower_bound > 0.3 * verdict.claimed_epsilon
 
 
