@@ -31,7 +31,7 @@ demo: $(VENV)/.runtime
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Without these folders in `make test`, which needs none of those libraries (norecursedirs in pyproject.toml).
 test-integrations: $(VENV)/.integrations

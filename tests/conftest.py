@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 
 PROBED = "CLIPLESS_TESTS_BFLOAT16"
 LIMIT = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -36,6 +37,7 @@ def header(environment: Mapping[str, str]) -> str | None:
 
 probe(os.environ)
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -46,3 +48,32 @@ settings.load_profile("clipless")
 
 def pytest_report_header() -> str | None:
     return header(os.environ)
+
+
+# The files that take longest, the longest first: `make test` gives whole files to two processes, which thus end at about the
+# same time. A file that is split would set up its worlds of processes twice.
+LONGEST = (
+    "distributed/test_sharded.py",
+    "distributed/test_data_parallel.py",
+    "runs/test_resume.py",
+    "auditing/test_two_processes.py",
+    "test_makefile.py",
+    "gradients/test_model_zoo.py",
+    "accounting/test_accountants.py",
+    "app/test_bench.py",
+    "gradients/test_model_families.py",
+    "app/test_cli_tune.py",
+    "accounting/test_calibrate.py",
+    "gradients/test_costs.py",
+    "gradients/recurrent/test_recurrent.py",
+    "gradients/projections/test_projection_engine.py",
+    "app/test_tuning_dask.py",
+    "app/test_tuning.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    place = {here / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))

@@ -1,5 +1,8 @@
 """What the tests find out about the machine that they run on."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 import conftest
@@ -33,3 +36,14 @@ def test_one_child_tells_whether_bfloat16_products_work(
 def test_a_child_that_is_ended_by_a_signal_dies() -> None:
     assert conftest.dies("import os, signal; os.kill(os.getpid(), signal.SIGILL)")
     assert not conftest.dies("raise SystemExit(3)")
+
+
+def test_the_longest_files_exist_and_come_first() -> None:
+    here = Path(conftest.__file__).parent
+    assert all((here / name).is_file() for name in conftest.LONGEST)
+    items = [SimpleNamespace(path=here / name) for name in ("test_one.py", conftest.LONGEST[1], conftest.LONGEST[0])]
+    conftest.pytest_collection_modifyitems(items)  # type: ignore[arg-type]
+    assert [item.path.name for item in items] == [
+        *(Path(name).name for name in conftest.LONGEST[:2]),
+        "test_one.py",
+    ]

@@ -1,13 +1,13 @@
 """Every target of the Makefile: its commands parse, the files it names exist, and its scripts run in a cheap form."""
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import children
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -74,11 +74,7 @@ def test_a_script_runs(command: tuple[str, ...], written: str, tmp_path: Path) -
     if written:
         (tmp_path / written).unlink()
     script, *options = command
-    full, environment = (
-        [sys.executable, "-W", "error", str(ROOT / script), *options],
-        os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    done = subprocess.run(full, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = children.run(ROOT / script, *options, cwd=tmp_path, strict=True)
     assert done.returncode == 0, done.stderr
     assert not written or (tmp_path / written).stat().st_size > 100
 

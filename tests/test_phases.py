@@ -4,9 +4,6 @@ The releases of schedules are computed by hand in tests/thresholds/test_releases
 """
 
 import math
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from clipless.accounting import joint_multiplier
 from clipless.clipping import CLIPPINGS, RULES, ByGroup, Global
 from clipless.errors import InvalidArgument, InvalidType
 from clipless.phases import Schedule
+from commanding import run_main
 from small_run import BATCH, SIZE, STEPS, begin
 
 LAST_GLOBAL = [(0.75, "abadi"), (0.25, clipless.global_(cutoff=4.0, threshold=2.0))]
@@ -192,14 +190,11 @@ def one_step(model: nn.Module, private: clipless.Private, optimizer: torch.optim
     return grad * private.plan.expected_batch
 
 
-def test_a_report_names_every_phase(tmp_path: Path) -> None:
+def test_a_report_names_every_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = begin(clipping=clipless.schedule(LAST_GLOBAL))
     run.private.save_to(tmp_path / "ledger.jsonl")
     run.go().close()
-    shown = subprocess.run(
-        [sys.executable, "-m", "clipless", "report", str(tmp_path / "ledger.jsonl")],
-        capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1", "COLUMNS": "300"},
-    )  # fmt: skip
+    shown = run_main(["report", "ledger.jsonl"], tmp_path, capsys)
     assert shown.returncode == 0, shown.stderr
     words = " ".join(shown.stdout.split())
     assert "abadi, Constant(threshold=1.0) for 9 steps; global, Constant(threshold=2.0) for 3 steps" in words

@@ -7,8 +7,6 @@ import io
 import itertools
 import math
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
@@ -24,6 +22,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Re
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+import children
 import clipless
 from clipless import BudgetSpent, InvalidArgument, Misuse, Private, oracle
 from noising import assert_on_grid, seeded_normals
@@ -344,8 +343,7 @@ def test_a_saved_model_is_loaded_by_another_process(tmp_path: Path) -> None:
         "model(torch.ones(2, 5)).sum().backward()\n"
         "assert all(p.grad is not None for p in model.parameters())\n"
     )
-    command = [sys.executable, "-W", "error", "-c", program, str(tmp_path / "model.pt"), str(tmp_path / "weights.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run_code(program, tmp_path / "model.pt", tmp_path / "weights.pt", strict=True)
     assert done.returncode == 0, done.stderr
 
 

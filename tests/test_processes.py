@@ -7,8 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
+import socket
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import clipless
+from children import Child
 from clipless import CliplessError, InvalidType, Misuse, Private
 from clipless.app.data import load
 from clipless.app.training import TrainingSettings
@@ -275,15 +275,19 @@ with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
 """
 
 
-def test_two_ranks_of_torchrun_train_together_or_are_refused(tmp_path: Path) -> None:
+def test_two_ranks_train_together_or_are_refused(tmp_path: Path) -> None:
+    """Each has the environment that torchrun gives."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    starts = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [*starts, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        Child(script, tmp_path, cwd=tmp_path, notes=tmp_path, environment=told | {"RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [rank.done().returncode for rank in ranks] == [0, 0], "\n".join(rank.done().stderr for rank in ranks)
     for rank in range(2):
         said = json.loads((tmp_path / f"{rank}.json").read_text())
         assert "WORLD_SIZE=2 in the environment says that 2 processes train together" in said["environment"]

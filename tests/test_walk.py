@@ -1,12 +1,10 @@
 """A steady step stays short enough to be read: few calls, in few files, with few changes from one to another."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+import children
 import walk
 
 # In a process of its own: what other tests have imported or switched off would be part of the walk.
@@ -15,9 +13,8 @@ COUNT = "import json, walk; print(json.dumps([walk.mlp().calls, walk.cnn().calls
 
 @pytest.fixture(scope="module")
 def walks() -> list[walk.Walk]:
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-    )
+    done = children.run_code(COUNT)
+    assert done.returncode == 0, done.stderr
     return [walk.Walk([(file, name) for file, name in calls]) for calls in json.loads(done.stdout)]
 
 

@@ -1,12 +1,11 @@
 import math
-import subprocess
-import sys
 
 import pytest
 import sweep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import children
 from clipless.accounting import ACCOUNTANTS, epsilon, noise_multiplier, scheduled_epsilon, scheduled_multiplier
 from clipless.accounting.calibrate import LEAST_MULTIPLIER, MOST_MULTIPLIER, SAME, OutOfReach, search
 from clipless.errors import InvalidArgument, InvalidType
@@ -181,6 +180,6 @@ def test_memory_stays_small(corner):
         "used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         f"before = used(); noise_multiplier(*{corner}); print((used() - before) // 1024)"
     )
-    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    run = children.run_code(script)
     assert int(run.stdout) < 500
     assert not run.stderr

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import platform
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+import children
 import clipless
 from clipless.app.bench import arithmetic, chart, machine, memory, opacus_ways, readme, results, scaling, store, ways
 from clipless.app.bench.memory import Memory
@@ -282,7 +280,10 @@ def test_micro_batches_are_stepped_privately_and_plainly(monkeypatch: pytest.Mon
 # Memory.
 
 
-def test_memory_is_measured_in_a_process_and_grows_with_the_model() -> None:
+def test_memory_is_measured_in_a_process_and_grows_with_the_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory, "subprocess", children.InsteadOfSubprocess(tmp_path))
     small, large = memory.measure("mlp", PLAIN, tiny=True), memory.measure("mlp", PLAIN)
     assert isinstance(small, Memory)
     assert isinstance(large, Memory)
@@ -291,7 +292,8 @@ def test_memory_is_measured_in_a_process_and_grows_with_the_model() -> None:
     assert large.above_import_mb > small.above_import_mb + more  # the weights are once more in the gradients
 
 
-def test_a_process_that_fails_tells_why() -> None:
+def test_a_process_that_fails_tells_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "subprocess", children.InsteadOfSubprocess(tmp_path))
     assert "KeyError" in str(memory.measure("mlp", "no such way", tiny=True))
 
 
@@ -419,10 +421,9 @@ def test_a_way_that_failed_makes_the_exit_code_1(tmp_path: Path) -> None:
 
 def test_quick_run_from_end_to_end(tmp_path: Path) -> None:
     options = ["--quick", "--models", "mlp,lstm", "--clippings", "auto-s", "--no-opacus", "--threads", "1", "--json"]
-    command = [sys.executable, "-m", "clipless.app.cli", "bench", *options, "--scaling", "batch,records"]
-    without_memory = [*command, "--no-memory", "--out", "here", "--malloc", "on"]
-    other = os.environ | {"MALLOC_TRIM_THRESHOLD_": "1000000", "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run(without_memory, cwd=tmp_path, env=other, capture_output=True, text=True, timeout=300)
+    command = ["bench", *options, "--scaling", "batch,records", "--no-memory", "--out", "here", "--malloc", "on"]
+    other = {"MALLOC_TRIM_THRESHOLD_": "1000000", "MALLOC_ARENA_MAX": "1"}
+    done = children.run("clipless.app.cli", *command, cwd=tmp_path, environment=other)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     folder = tmp_path / "here" / machine.slug(record["machine"])
@@ -498,9 +499,8 @@ def test_curves_have_a_time_for_every_size() -> None:
 
 
 def test_full_training_private_against_plain(tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "benchmarks" / "fashion.py"), "--data", "digits", "--epochs", "1"]
-    options = ["--batch-size", "512", "--threads", "1", "--out", "found.json"]
-    done = subprocess.run([*script, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    options = ["--data", "digits", "--epochs", "1", "--batch-size", "512", "--threads", "1", "--out", "found.json"]
+    done = children.run(ROOT / "benchmarks" / "fashion.py", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert 0 < found["epsilon"] <= 3.0

@@ -1,12 +1,11 @@
 """The cost model of many devices, and the page that is written from it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import children
 from clipless.app.bench import scale
 from clipless.app.bench.scale import (
     DEVICES,
@@ -69,6 +68,6 @@ def test_without_results_there_is_nothing_to_fit(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_tables() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "scale.py"), "--from", str(ROOT / "benchmarks" / "results")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = children.run(ROOT / "benchmarks" / "scale.py", "--from", ROOT / "benchmarks" / "results")
+    assert done.returncode == 0, done.stderr
     assert "**1,024 devices**" in done.stdout

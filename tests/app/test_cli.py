@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import children
 import clipless
 from clipless.app.cli import COMMANDS, app, main
 from clipless.app.data import load
@@ -23,11 +24,6 @@ from commanding import run_main
 QUICK = ["train", "--model", "linear", "--epochs", "2", "--batch-size", "256"]
 RUN = ["--dataset-size", "60000", "--batch-size", "600", "--epochs", "10", "--delta", "1e-5"]
 ENVIRONMENT = os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
-COMMAND = [sys.executable, "-m", "clipless.app.cli"]
-
-
-def clipless_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 def in_process(*arguments: str) -> str:
@@ -52,7 +48,8 @@ def test_train_writes_a_run_and_says_where(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_train_json_is_all_of_stdout(tmp_path: Path) -> None:
-    done = clipless_process(*QUICK, "--clipping", "none", "--seed", "1", "--json", "--out", "here", cwd=tmp_path)
+    arguments = [*QUICK, "--clipping", "none", "--seed", "1", "--json", "--out", "here"]
+    done = children.run("clipless.app.cli", *arguments, cwd=tmp_path, environment=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     record = json.loads(done.stdout)
@@ -70,29 +67,16 @@ def test_refusal_is_one_message_and_exit_code_2(tmp_path: Path, capsys: pytest.C
     assert "Traceback" not in done.stderr
 
 
-def heed_interrupts() -> None:
-    """A process started in the background of a script ignores interrupts, and so would its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_interrupt_exits_130_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "waiting.py").write_text(
         "import time\ndef make(shape, classes):\n    print('started', flush=True)\n    time.sleep(300)\n"
     )
-    arguments = [*COMMAND, "train", "--model", "waiting:make"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(
-        arguments, cwd=tmp_path, env=ENVIRONMENT, text=True, preexec_fn=heed_interrupts, **pipes
-    ) as process:
-        try:
-            assert process.stdout
-            assert process.stdout.readline() == "started\n"
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 130
-    assert "Traceback" not in errors
+    process = children.Child("clipless.app.cli", "train", "--model", "waiting:make", cwd=tmp_path, notes=tmp_path)
+    process.wait_for("started\n")
+    process.send_signal(signal.SIGINT)
+    done = process.done(60)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
 
 
 def test_installed_script_is_the_same_program(tmp_path: Path) -> None:

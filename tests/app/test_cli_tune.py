@@ -4,21 +4,19 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import children
 from clipless.accounting.selection import METHODS
 from clipless.app.cli import app
 from clipless.runs.ledger_file import read_ledger
 
 QUICK = ["tune", "--model", "linear", "--epochs", "1", "--batch-size", "256", "--epsilon", "6", "--try", "lr=0.001,0.5"]
-ENVIRONMENT = os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
-COMMAND = [sys.executable, "-m", "clipless.app.cli"]
+ENVIRONMENT = {"COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 
 
 def in_process(*arguments: str) -> tuple[str, str]:
@@ -50,8 +48,8 @@ def test_every_method_from_the_grid_to_the_report(method: str, tmp_path: Path) -
 
 def test_a_process_shows_nothing_of_the_losers(tmp_path: Path) -> None:
     """Everything that is written anywhere: no accuracy but the released run's, no bar, no number of runs."""
-    arguments = [*COMMAND, *QUICK, "--method", "papernot-steinke", "--out", "out", "--seed", "3"]
-    done = subprocess.run(arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    arguments = [*QUICK, "--method", "papernot-steinke", "--out", "out", "--seed", "3"]
+    done = children.run("clipless.app.cli", *arguments, cwd=tmp_path, environment=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     written = "".join(path.read_text() for path in (tmp_path / "out").glob("*.json*"))
@@ -158,17 +156,21 @@ def make(shape, classes):
 """
 
 
+def started(folder: Path, *options: str) -> children.Child:
+    """A search that is training, and will be for long."""
+    (folder / "slow.py").write_text(SLOW)
+    arguments = [*QUICK, "--model", "slow:make", "--out", "out", *options]
+    notes = folder / "notes"
+    notes.mkdir()
+    process = children.Child("clipless.app.cli", *arguments, cwd=folder, notes=notes, environment=ENVIRONMENT)
+    process.wait_for("training\n")
+    return process
+
+
 def test_a_killed_search_is_counted_whole(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(SLOW)
-    arguments = [*COMMAND, *QUICK, "--model", "slow:make", "--method", "liu-talwar", "--out", "out"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(arguments, cwd=tmp_path, env=ENVIRONMENT, text=True, **pipes) as process:
-        try:
-            assert process.stdout
-            assert process.stdout.readline() == "training\n"
-            process.send_signal(signal.SIGKILL)
-        finally:
-            process.kill()
+    process = started(tmp_path, "--method", "liu-talwar")
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"ledger.jsonl"}
     assert 5.94 <= read_ledger(tmp_path / "out" / "ledger.jsonl").spent().epsilon <= 6
     assert "unfinished" in in_process("report", str(tmp_path / "out"))[0]
@@ -186,34 +188,19 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for child processes in /proc")
 def test_an_interrupt_ends_workers_too(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(SLOW)
-    arguments = [*COMMAND, *QUICK, "--model", "slow:make", "--executor", "processes", "--workers", "1", "--out", "out"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(
-        arguments,
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **pipes,
-    ) as process:
-        try:
-            assert process.stdout
-            assert process.stdout.readline() == "training\n"
-            children = [
-                int(pid)
-                for task in Path(f"/proc/{process.pid}/task").iterdir()
-                for pid in (task / "children").read_text().split()
-            ]
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 130
-    assert "Traceback" not in errors
+    process = started(tmp_path, "--executor", "processes", "--workers", "1")
+    workers = [
+        int(pid)
+        for task in Path(f"/proc/{process.pid}/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+    process.send_signal(signal.SIGINT)
+    done = process.done(60)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
     for _ in range(100):
-        if not any(map(alive, children)):
+        if not any(map(alive, workers)):
             break
         time.sleep(0.1)
-    assert children
-    assert not any(map(alive, children))
+    assert workers
+    assert not any(map(alive, workers))

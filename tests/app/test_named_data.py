@@ -16,7 +16,7 @@ RNG = np.random.default_rng(0)
 
 
 def write_idx(path: Path, shape: tuple[int, ...], highest: int) -> None:
-    array = RNG.integers(0, highest, shape, dtype=np.uint8)
+    array = np.resize(RNG.integers(0, highest, 10_007, dtype=np.uint8), shape)
     path.write_bytes(bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + array.tobytes())
 
 

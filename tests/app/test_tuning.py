@@ -2,7 +2,7 @@
 
 import json
 import math
-import os
+import multiprocessing
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -206,7 +206,7 @@ def in_worker():
     return multiprocessing.parent_process() is not None
 
 def dies_once(shape, classes):
-    flag = Path(os.environ["FLAG"])
+    flag = Path(__file__).with_name("died")
     if in_worker() and not flag.exists():
         flag.touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -220,12 +220,15 @@ def always_dies(shape, classes):
 
 
 @pytest.fixture
-def breaking(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of models that fail, for this process and those it starts."""
+def breaking(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module of models that fail, for this process and those it starts. These are forked from one that has imported what
+    they need; that fresh ones do as well is seen in test_cli_tune.py."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "breaking.py").write_text(BREAKING)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("FLAG", str(folder / "died"))
+    monkeypatch.setattr(multiprocessing.context, "SpawnProcess", multiprocessing.context.ForkServerProcess)
+    get_context("forkserver").set_forkserver_preload(["clipless.app.tuning.worker", "sklearn.datasets"])
+    return folder
 
 
 @pytest.mark.usefixtures("breaking")
@@ -241,13 +244,12 @@ def test_a_run_that_raises_is_an_outcome_without_its_message(capfd: pytest.Captu
     assert "secret" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.usefixtures("breaking")
-def test_a_killed_worker_changes_nothing_but_the_time() -> None:
+def test_a_killed_worker_changes_nothing_but_the_time(breaking: Path) -> None:
     search = planned("liu-talwar", model=["breaking:dies_once"], lr=[0.01, 0.5])
     seed = next(seed for seed in range(100) if len(_draw_tasks(search, seed, DATA)) == 3)
     undisturbed = tune(search, seed=seed)
     disturbed = tune(search, Processes(2), seed=seed)
-    assert Path(os.environ["FLAG"]).exists()
+    assert (breaking / "died").exists()
     assert disturbed.chosen == undisturbed.chosen
     assert disturbed.result.scores == undisturbed.result.scores
     before, after = undisturbed.result.model.state_dict(), disturbed.result.model.state_dict()
@@ -267,7 +269,7 @@ def test_a_candidate_that_always_kills_its_worker_is_the_worst() -> None:
 def test_a_broken_executor_of_the_callers_is_told_apart() -> None:
     search = planned("grid", model=["breaking:always_dies"], lr=[0.5])
     with (
-        ProcessPoolExecutor(1, get_context("spawn")) as executor,
+        ProcessPoolExecutor(1, get_context("forkserver")) as executor,
         pytest.raises(Misuse, match="clipless.app.tuning.Processes"),
     ):
         tune(search, Borrowed(executor))

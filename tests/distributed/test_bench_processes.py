@@ -1,4 +1,4 @@
-"""`clipless bench --processes 2`, on a tiny model, with real processes."""
+"""`clipless bench --processes 2`, on a tiny model, with processes of their own."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from children import InsteadOfSubprocess
+from clipless.app.bench import processes
 from clipless.app.bench.processes import Comparison, World
 from clipless.app.cli import app
 
 
-def test_two_processes_are_measured_against_one(tmp_path: Path) -> None:
+def test_two_processes_are_measured_against_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setattr(processes, "subprocess", InsteadOfSubprocess(tmp_path / "notes"))
     options = ["--processes", "2", "--models", "mlp", "--quick", "--no-memory", "--json", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, ["bench", *options])
     assert done.exit_code == 0, done.output

@@ -1,7 +1,5 @@
 """Starting real processes that train together."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,22 +7,24 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))  # for `make test-worlds`, which is no test
+
+from children import Child  # noqa: E402
 
 
-def start(scenario: str, size: int, folder: Path, timeout: int = 60) -> list["subprocess.Popen[bytes]"]:
+def start(scenario: str, size: int, folder: Path, timeout: int = 60) -> list[Child]:
     """Start so many ranks of a scenario, which wait `timeout` seconds for each other."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-    started = []
-    for rank in range(size):
-        told = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        command = [sys.executable, str(HERE / "one_rank.py"), scenario, str(folder), str(timeout)]
-        with open(folder / f"{rank}.txt", "w") as output:
-            started.append(subprocess.Popen(command, env=os.environ | told, stdout=output, stderr=subprocess.STDOUT))
-    return started
+    return [
+        Child(
+            HERE / "one_rank.py", scenario, folder, str(timeout),
+            cwd=folder, notes=folder, environment={"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(size)
+    ]  # fmt: skip
 
 
-def finish(started: list["subprocess.Popen[bytes]"], folder: Path) -> list[Any]:
+def finish(started: list[Child], folder: Path) -> list[Any]:
     """What every rank left, one that was killed as well."""
     try:
         for process in started:
@@ -32,9 +32,9 @@ def finish(started: list["subprocess.Popen[bytes]"], folder: Path) -> list[Any]:
     finally:
         for process in started:
             process.kill()
-            process.wait()
-    outputs = [(folder / f"{rank}.txt").read_text()[-2000:] for rank in range(len(started))]
-    assert all(process.returncode in (0, -9) for process in started), "\n\n".join(outputs)
+    ended = [process.done() for process in started]
+    outputs = [f"{done.returncode}: {(done.stdout + done.stderr)[-2000:]}" for done in ended]
+    assert all(done.returncode in (0, -9) for done in ended), "\n\n".join(outputs)
     return [torch.load(folder / f"{rank}.pt") for rank in range(len(started))]
 
 

@@ -1,4 +1,4 @@
-"""The engine against the oracle: every problem × clipping × partition × batch size."""
+"""The engine against the oracle: every problem × batch size, with all rules and partitions."""
 
 import itertools
 import math
@@ -40,12 +40,13 @@ def as_float64(clipped: clipless.ClippedSum) -> Tensor:
     return torch.cat([grad.double().flatten() for grad in clipped.grads.values()])
 
 
-# A rule sees norms alone, whatever the layer: every problem with one more rule, in turn.
-TURN = dict(zip(PROBLEMS, itertools.cycle(sorted(RULES.keys() - {"auto-s"}))))
+# A rule sees norms alone, whatever the layer, and a partition sees names: every problem flat, with the rules in turn, per
+# layer, and with the other two partitions in turn.
+TURN = dict(zip(PROBLEMS, itertools.cycle(sorted(RULES))))
 COMBINATIONS = [
     (name, *each)
-    for name, rule in TURN.items()
-    for each in ((rule, "flat"), *(("auto-s", groups) for groups in PARTITIONS))
+    for (name, rule), groups in zip(TURN.items(), itertools.cycle(["per-parameter", "blocks"]))
+    for each in ((rule, "flat"), ("auto-s", "per-layer"), ("auto-s", groups))
 ]
 
 
@@ -108,7 +109,7 @@ def test_per_layer_is_not_flat() -> None:
     ("name", "clipping", "groups"),
     [
         (name, *each)
-        for (name, _), rule in zip(TURN.items(), itertools.cycle(RULES))
+        for name, rule in TURN.items()
         for each in ((rule, "flat"), ("abadi", "per-layer"))
         if not name.startswith("embedding")
     ],

@@ -132,7 +132,7 @@ def test_chunks_cover_every_record_once_and_stay_small(
 METHODS = ("ghost", "written", "grouped", "compiled")
 
 
-@pytest.fixture(params=[(method, chunk) for method in METHODS for chunk in (1, kernels.CHUNK_BYTES)], ids=str)
+@pytest.fixture
 def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every form takes this method if it can, and is clipped one record at a time or all at once."""
     method, chunk = request.param
@@ -166,7 +166,15 @@ def truth(name: str, groups: str) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("groups", ["flat", "per-layer"])
+# One record at a time in one group, all at once in several; the other way round is tested below and in test_engine.py.
+FORCED = [
+    ((method, *how), groups) for method in METHODS for *how, groups in ((1, "flat"), (kernels.CHUNK_BYTES, "per-layer"))
+]
+
+
+@pytest.mark.parametrize(
+    ("forced", "groups"), FORCED, ids=[f"{forced}-{groups}" for forced, groups in FORCED], indirect=["forced"]
+)
 def test_by_every_way_the_sum_is_the_oracles_and_one_record_moves_it_no_further_than_promised(
     forced: str, groups: str
 ) -> None:

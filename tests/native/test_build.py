@@ -1,7 +1,6 @@
 """All compiled code: built with and without threads, checked before it is used, the same in any number of threads, and
 safe in a forked child. What each function computes is tested beside its user."""
 
-import os
 import platform
 import shutil
 import stat
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import children
 from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
 from clipless.gradients.recurrent.cells import CELLS, Weights
@@ -133,7 +133,7 @@ def test_every_source_is_checked_before_it_is_used() -> None:
 def test_a_library_that_computes_anything_else_is_not_used(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are wrong are compiled without optimization, which is quicker; the right one as it is installed."""
+    """Compiled without optimization, which is quicker; the right one as it is installed is tested above."""
     if source in DONE_WITHOUT:
         pytest.skip("it is not built here")
     load, changes = CHECKED[source]
@@ -142,7 +142,7 @@ def test_a_library_that_computes_anything_else_is_not_used(
         assert old in text
         folder, library = copied(tmp_path / str(number), source), tmp_path / f"{number}.so"
         (folder / source).write_text(text.replace(old, new) if old else text)
-        monkeypatch.setattr(build_hook(), "FLAGS", ["-O0" if flag == "-O3" and old else flag for flag in flags])
+        monkeypatch.setattr(build_hook(), "FLAGS", ["-O0" if flag == "-O3" else flag for flag in flags])
         assert build_hook().compile_all(folder, library) is None
         assert (load(library) is None) == bool(old), (old, new)
 
@@ -227,22 +227,21 @@ def test_there_are_threads_for_what_is_worth_it(restored: None) -> None:
     ]  # fmt: skip
 
 
+FIND_THIS = f"import sys; sys.path[:0] = {[str(Path(__file__).parents[1]), *sys.path]!r}\n"
+
+
 def in_a_process(script: str) -> None:
     """Run the script, which may import this file, in a process of its own; it ends with 0 if all is well."""
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", dedent(script)],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": paths},
-    )  # fmt: skip
+    done = children.run_code(FIND_THIS + dedent(script))
     assert done.returncode == 0, done.stderr
 
 
 def test_torch_and_the_library_share_their_threads() -> None:
-    """Two OpenMP libraries in one process would each keep the other's cores busy. In a process of its own: other packages
-    that tests load bring theirs along."""
+    """Two OpenMP libraries in one process would each keep the other's cores busy. In a fresh process: other packages that
+    tests load bring theirs along."""
     if not Path("/proc/self/maps").exists():
         pytest.skip("there is no list of what is loaded")
-    in_a_process("""
+    script = """
         import torch
         from pathlib import Path
         from native.test_build import results
@@ -251,7 +250,10 @@ def test_torch_and_the_library_share_their_threads() -> None:
         lines = Path("/proc/self/maps").read_text().splitlines()
         loaded = {line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line}
         assert len(loaded) == 1, loaded
-    """)
+    """
+    command = [sys.executable, "-c", FIND_THIS + dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_forked_child_computes_the_same_and_never_waits() -> None:

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from cryptography.hazmat.primitives.ciphers.modes import CTR
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import children
 import clipless
 from clipless import InvalidArgument, Misuse, Private
 from clipless.app.training import TrainingSettings, save_run, train
@@ -143,7 +143,7 @@ sys.exit(os.waitstatus_to_exitcode(status) or not all(torch.equal(a, b) for a, b
 
 def test_a_forked_child_has_no_keys() -> None:
     """A DataLoader's worker lives as long as an epoch: it must not keep the key that its parent has overwritten."""
-    run = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False)
+    run = children.run_code(FORKED)
     assert run.returncode == 0, run.stderr
 
 
@@ -215,7 +215,7 @@ def test_a_detached_run_has_no_key() -> None:
 
 
 KNOWN = """
-import os, sys, itertools
+import os, sys, itertools, time
 import torch
 torch.set_num_threads(1)
 given, system = iter([1, 2]), os.urandom
@@ -223,6 +223,10 @@ given, system = iter([1, 2]), os.urandom
 def urandom(count):
     first = next(given) if count == 32 else 0
     return bytes((first * 31 + 7 * k) % 256 for k in range(32)) if first else system(count)
+
+def wait_for(name):
+    while not os.path.exists(f"{{name}}.seen"):
+        time.sleep(0.01)
 
 os.urandom = urandom
 sys.path[:0] = {paths!r}
@@ -239,10 +243,10 @@ for number in steps(model, optimizer, private):
     if {folder!r} and number == 1:
         private.save_checkpoint({folder!r} + "/run.pt")
     print(number, flush=True)
-    sys.stdin.readline()
+    wait_for(number)
 private.detach()
 print("detached", flush=True)
-sys.stdin.readline()
+wait_for("detached")
 """
 
 
@@ -277,7 +281,7 @@ def found(process: int, wanted: dict[str, bytes]) -> set[str]:
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="the memory of a process cannot be read here")
 @pytest.mark.parametrize("numpy", [False, True], ids=["compiled", "numpy"])
-def test_from_all_that_is_in_memory_no_earlier_noise_can_be_computed(numpy: bool) -> None:
+def test_from_all_that_is_in_memory_no_earlier_noise_can_be_computed(numpy: bool, tmp_path: Path) -> None:
     """The whole memory of a training process after a step, searched for every key there was and will be.
 
     Of each chain the key of the next place is there, which shows that the search would find others. Of earlier places
@@ -292,25 +296,20 @@ def test_from_all_that_is_in_memory_no_earlier_noise_can_be_computed(numpy: bool
             uses = expanded(key, 3)[1:]
             wanted |= {(name, place): key} | {(f"{name} use {use}", place): one for use, one in enumerate(uses)}
     names = {f"{name} {place}": key for (name, place), key in wanted.items()}
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for number in range(6):
-            assert process.stdout.readline().strip() == str(number)
-            if number == 3:
-                seen = found(process.pid, names)
-                earlier = {f"{name} {place}" for name, place in wanted if place <= number}
-                assert {f"step {number + 1}", f"draw {number + 1}"} <= seen
-                assert not seen & earlier
-            process.stdin.write("\n")
-            process.stdin.flush()
-        assert process.stdout.readline().strip() == "detached"
-        assert not found(process.pid, names)
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert process.wait(60) == 0
+    (tmp_path / "known.py").write_text(script)
+    process = children.Child(tmp_path / "known.py", cwd=tmp_path, notes=tmp_path)
+    for number in range(6):
+        process.wait_for(f"{number}\n")
+        if number == 3:
+            seen = found(process.pid, names)
+            earlier = {f"{name} {place}" for name, place in wanted if place <= number}
+            assert {f"step {number + 1}", f"draw {number + 1}"} <= seen
+            assert not seen & earlier
+        (tmp_path / f"{number}.seen").touch()
+    process.wait_for("detached\n")
+    assert not found(process.pid, names)
+    (tmp_path / "detached.seen").touch()
+    assert process.wait(60) == 0
 
 
 def spellings(key: bytes) -> list[bytes]:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+import children
 import clipless
 from clipless.app import training
 from clipless.app.training import TrainingSettings, save_run, train
@@ -30,7 +29,7 @@ from killing import STEPS as KILLED_STEPS
 from small_run import STEPS, begin, dataset
 
 QUICK = TrainingSettings(model="linear", epochs=3, batch_size=32, seed=1, accountant="rdp")
-ENVIRONMENT = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1", "COLUMNS": "200"}
+ENVIRONMENT = {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 # Killed.
@@ -44,9 +43,7 @@ def noise(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory: pytest.TempPathFactory, noise: str) -> list[dict[str, Any]]:
     script, folder = Path(__file__).parents[1] / "killing.py", tmp_path_factory.mktemp("killed")
-    done = subprocess.run(
-        [sys.executable, script, folder, noise], env=ENVIRONMENT, capture_output=True, text=True, timeout=500
-    )
+    done = children.run(script, folder, noise, environment=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found: list[dict[str, Any]] = json.loads(done.stdout)
@@ -304,27 +301,16 @@ def test_a_damaged_checkpoint_is_an_error_and_not_a_new_run(tmp_path: Path) -> N
 # The command line.
 
 
-def command(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    def heed_interrupts() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    full = [sys.executable, "-m", "clipless.app.cli", *arguments]
-    return subprocess.Popen(full, cwd=cwd, env=ENVIRONMENT, preexec_fn=heed_interrupts, **pipes)  # type: ignore[call-overload, no-any-return]
-
-
 def interrupted(arguments: list[str], number: int, ledger: Path, lines: int) -> tuple[int, str]:
     """Exit code and stderr of a training process that gets a signal once its ledger has so many lines."""
-    with command("train", *arguments, cwd=ledger.parents[1]) as process:
-        try:
-            while not ledger.exists() or len(ledger.read_bytes().splitlines()) < lines:
-                assert process.poll() is None, process.communicate()
-                time.sleep(0.02)
-            process.send_signal(number)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    return process.returncode, errors
+    folder = ledger.parents[1]
+    process = children.Child("clipless.app.cli", "train", *arguments, cwd=folder, notes=folder, environment=ENVIRONMENT)
+    while not ledger.exists() or len(ledger.read_bytes().splitlines()) < lines:
+        assert process.poll() is None, process.done()
+        time.sleep(0.02)
+    process.send_signal(number)
+    done = process.done(60)
+    return done.returncode, done.stderr
 
 
 def test_a_signal_finishes_the_step_and_saves_and_resume_goes_on(tmp_path: Path) -> None:
@@ -344,9 +330,10 @@ def test_a_signal_finishes_the_step_and_saves_and_resume_goes_on(tmp_path: Path)
     code, errors = interrupted(["--resume", "--out", "run"], signal.SIGINT, ledger, len(first.entries) + 4)
     assert (code, "Traceback" in errors) == (130, False)
     (tmp_path / "slow").unlink()
-    with command("train", "--resume", "--out", "run", "--json", cwd=tmp_path) as process:
-        output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert json.loads(output)["metrics"]["steps"] == 3 * 6
+    done = children.run(
+        "clipless.app.cli", "train", "--resume", "--out", "run", "--json", cwd=tmp_path, environment=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["metrics"]["steps"] == 3 * 6
     assert read_ledger(ledger, head=first.head).run == first.run
     assert not (tmp_path / "run" / "checkpoint.pt").exists()

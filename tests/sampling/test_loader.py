@@ -7,6 +7,7 @@ import time
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -194,10 +195,15 @@ WAYS: dict[str, Callable[[int], Any]] = {
 }
 
 
+@cache
+def in_memory(steps: int) -> list[list[int]]:
+    return drawn(sampled(numbered(20), batch_size=2, steps=steps))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_seed_gives_the_same_batches_in_every_way_of_fetching(way: str) -> None:
     """Rate 1/10 of 20 records: one batch in eight is empty and is not fetched at all, which must not shift the others."""
-    expected = drawn(sampled(numbered(20), batch_size=2, steps=40))
+    expected = in_memory(40)
     assert [] in expected
     assert len(set(map(tuple, expected))) > 15
     private = sampled(WAYS[way](20), batch_size=2, steps=40)
@@ -208,7 +214,7 @@ def test_the_same_seed_gives_the_same_batches_in_every_way_of_fetching(way: str)
 
 @pytest.mark.parametrize("way", ["in memory", "one by one", "far ahead", "persistent"])
 def test_a_pass_that_is_broken_off_loses_no_draw_and_repeats_none(way: str) -> None:
-    expected = drawn(sampled(numbered(20), batch_size=2, steps=30))
+    expected = in_memory(30)
     private = sampled(WAYS[way](20), batch_size=2, epochs=3, steps=None)
     seen: list[list[int]] = []
     for taken in (3, 1, 10, 4, 10, 2):

@@ -1,9 +1,6 @@
 """gradients="jl": the law of its norms, its releases by hand, agreement with the exact engine, and what it refuses."""
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from clipless.gradients.projections import ProjectionEngine
 from clipless.noise import noise_source
 from clipless.noise.keys import KEY, SeededKeys, keystream
 from clipless.noise.normals import standard_normals
+from commanding import run_main
 from noising import assert_on_grid, seeded_normals
 from small_run import STEPS, Run, begin, dataset
 
@@ -252,14 +250,11 @@ def test_runs_resume_bit_for_bit_and_record_their_projections(tmp_path: Path, cl
     assert found.spent().epsilon == whole.private.spent().epsilon > clipless.epsilon(2.0, 12 / 60, STEPS, 1e-5)
 
 
-def test_a_report_says_that_norms_were_estimated(tmp_path: Path) -> None:
+def test_a_report_says_that_norms_were_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = run()
     made.private.save_to(tmp_path / "ledger.jsonl")
     made.go(2).close()
-    shown = subprocess.run(
-        [sys.executable, "-m", "clipless", "report", str(tmp_path / "ledger.jsonl")],
-        capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1", "COLUMNS": "200"},
-    )  # fmt: skip
+    shown = run_main(["report", "ledger.jsonl"], tmp_path, capsys)
     assert shown.returncode == 0, shown.stderr
     assert "estimated by 4 random projections" in shown.stdout
 
