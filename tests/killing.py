@@ -30,7 +30,7 @@ from clipless.errors import Interrupted
 from clipless.runs.ledger_file import read_ledger
 
 REAL_WRITE = os.write
-KILLS = {"secure": {"moment": 20, "write": 12}, "seeded": {"moment": 3, "write": 5}}
+KILLS = {"secure": {"moment": 12, "write": 10}, "seeded": {"moment": 3, "write": 4}}
 SECURE = TrainingSettings(model="linear", clipping="dc-e", epsilon=5.0, epochs=8, batch_size=32, accountant="rdp")
 STEPS = 24
 SETTINGS = {"secure": SECURE, "seeded": replace(SECURE, seed=1)}

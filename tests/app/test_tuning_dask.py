@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 
 import dask
@@ -55,11 +56,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path) -> Iterator[str]:
-    """The address of a cluster whose workers are processes of their own, which a nanny starts again when they die. A run
-    that has killed two is given up."""
+    """The address of a cluster whose workers are processes of their own, which a nanny starts again when they die. They
+    are forked from one that has imported what they need. A run that has killed two is given up."""
     told = {"WORKER": "1", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "FLAG": str(folder / "killed")}
+    get_context("forkserver").set_forkserver_preload(["distributed", "clipless.app.tuning.worker", "sklearn.datasets"])
+    distributed.utils._forkserver_preload_set = True
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 1}),
+        dask.config.set(
+            {
+                "distributed.scheduler.allowed-failures": 1,
+                "distributed.worker.multiprocessing-method": "forkserver",
+            }
+        ),
         distributed.LocalCluster(
             n_workers=2,
             threads_per_worker=1,

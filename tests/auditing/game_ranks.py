@@ -28,6 +28,7 @@ def judged(name: str, noise: str) -> dict[str, Any]:
         "sound": verdict.sound,
         "claimed_epsilon": verdict.claimed_epsilon,
         "lower_bound": verdict.lower_bound,
+        "pair_bound": verdict.pair_bound,
         "joint": game.joint,
         "scores": float(seen.inside.sum()),
     }

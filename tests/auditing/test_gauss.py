@@ -78,13 +78,14 @@ def test_values_that_cannot_be_have_no_chance() -> None:
 
 @pytest.mark.parametrize("steps", [SAMPLED, FULL], ids=["sampled", "full"])
 def test_a_true_claim_is_refuted_as_rarely_as_is_said(steps: Steps) -> None:
-    """200 audits of 60 canaries at 80 %, with a canary in that moves releases as far as is claimed: 40 refuted at most, 60
-    or more have a chance of 0.1 %. It is fewer, since so few numbers leave the size of the noise open by a tenth."""
+    """100 audits of 60 canaries at 80 %, with a canary in that moves releases as far as is claimed: 20 refuted at most, 34
+    or more have a chance of 0.1 %. It is fewer, since so few numbers leave the size of the noise open by a tenth: of 1000
+    audits with other seeds 77 (sampled) and 54 (full), so that none of 100 has a chance of 0.4 % at most."""
     rng, refuted = np.random.default_rng(2), 0
-    for _ in range(200):
+    for _ in range(100):
         inside, (outside, squares) = released(steps, 30, rng, kappa=1.0)[0][0], (r[0] for r in released(steps, 30, rng))
         refuted += gauss_refutes(1.0, inside, outside, CanaryTrace(steps, squares), 0.8)
-    assert 3 < refuted < 60
+    assert 0 < refuted < 34
 
 
 def bound(steps: Steps, *, kappa: float | Floats, size: float = 1.0, canaries: int = 2000) -> float:
@@ -96,16 +97,20 @@ def bound(steps: Steps, *, kappa: float | Floats, size: float = 1.0, canaries: i
 
 @pytest.mark.parametrize("steps", EVERY.values(), ids=EVERY)
 def test_the_bound_is_close_below_what_is_there(steps: Steps) -> None:
-    assert 0.8 < bound(steps, kappa=1.0) <= 1
+    """Over 60 seeds 0.88 ± 0.04 (full), 0.89 ± 0.04 (sampled), 0.87 ± 0.05 (rare) and over 30 0.95 ± 0.02 (several): less
+    than 0.7 for one seed in 5000, above 1 for one in 100 at most, the bound's own confidence."""
+    assert 0.7 < bound(steps, kappa=1.0) <= 1
 
 
 def test_noise_of_half_the_size_counts_like_canaries_that_reach_twice_as_far() -> None:
-    """The canary moves the release as far as is claimed, the noise is smaller: x = Z/2 + a·B."""
-    assert 1.8 < bound(SAMPLED, kappa=2.0, size=0.5) <= 2
-    assert 0.3 < bound(SAMPLED, kappa=0.5, size=2.0) <= 0.5
+    """The canary moves the release as far as is claimed, the noise is smaller: x = Z/2 + a·B. Over 40 seeds 1.88 ± 0.04 and
+    0.39 ± 0.04: below these limits for one seed in 10,000, above the truth for one in 100 at most."""
+    assert 1.72 < bound(SAMPLED, kappa=2.0, size=0.5) <= 2
+    assert 0.23 < bound(SAMPLED, kappa=0.5, size=2.0) <= 0.5
 
 
 def test_canaries_that_move_releases_by_less_prove_less() -> None:
+    """Over 40 seeds 0.41 ± 0.04 where they move them by half as much on average."""
     some = np.random.default_rng(4).random(2000)
     assert 0 < bound(SAMPLED, kappa=some) < 0.8
     assert bound(SAMPLED, kappa=0.0) == 0

@@ -1,5 +1,6 @@
 """The step game on sound clipless: every rule, policy and noise source keeps its claim, and the bound is tight."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,8 +21,7 @@ POLICIES: dict[str, Callable[..., Clipping]] = {
 COMBINATIONS = {name: CLIPPINGS[name]() for name in RULES} | {
     f"{policy} {rule}": make(rule=rule) for policy, make in POLICIES.items() for rule in RULES
 }
-# Every rule and policy with the default noise, every rule with the other sources.
-GAMES = [(name, noise) for noise in NOISE_SOURCES for name in (COMBINATIONS if noise == "secure" else RULES)]
+GAMES = list(itertools.product(COMBINATIONS, NOISE_SOURCES))
 # Sources without a seed draw anew in every run: a false alarm is to be as rare as a broken machine.
 SURE = 1 - 1e-7
 
@@ -37,14 +37,23 @@ def test_every_registered_clipping_is_played() -> None:
     assert {clipping.name for clipping in COMBINATIONS.values()} == set(CLIPPINGS)
 
 
+def least(name: str) -> float:
+    """The share of the claim that the pair bound of 1280 games reaches at least, at `SURE`. In 1500 simulated games of exact
+    scores it has mean 0.753 and standard deviation 0.044: less than 0.45 has a chance below 1e-9. Where a cutoff decays,
+    the canary is dropped at the second step."""
+    return 0.45 if name != "decay global" else 0.0
+
+
 @pytest.mark.parametrize(("name", "noise"), GAMES)
 def test_no_rule_policy_or_noise_source_breaks_its_claim(name: str, noise: str) -> None:
+    """The whole product. With a statistic there are too few games for a bound: there it is the noise of gradient and
+    statistic and the thresholds that are tested; what games prove is below and, for every policy, in docs/audit.md."""
     game = StepGame(COMBINATIONS[name], noise=noise, seed=seeded(noise))
-    verdict = judge_step(play(game, 30 if game.joint else 1920), confidence=SURE)
+    verdict = judge_step(play(game, 30 if game.joint else 1280), confidence=SURE)
     assert verdict.sound, verdict
     assert verdict.lower_bound <= verdict.claimed_epsilon
-    if not game.joint and "decay" not in name:  # auto-s without a seed, 60 games: 0.39 to 0.72
-        assert verdict.lower_bound > 0.3 * verdict.claimed_epsilon
+    assert verdict.pair_bound is not None
+    assert game.joint or verdict.pair_bound >= least(name) * verdict.claimed_epsilon
 
 
 @pytest.mark.parametrize("sample_rate", [1.0, 0.5])
