@@ -53,22 +53,25 @@ def pytest_report_header() -> str | None:
 # The files that take longest, the longest first: `make test` gives whole files to two processes, which thus end at about the
 # same time. A file that is split would set up its worlds of processes twice.
 LONGEST = (
-    "distributed/test_sharded.py",
-    "distributed/test_data_parallel.py",
-    "runs/test_resume.py",
-    "auditing/test_two_processes.py",
     "test_makefile.py",
-    "gradients/test_model_zoo.py",
+    "distributed/test_sharded.py",
+    "auditing/test_two_processes.py",
+    "app/test_tuning_dask.py",
+    "gradients/test_model_families.py",
     "accounting/test_accountants.py",
     "app/test_bench.py",
-    "gradients/test_model_families.py",
-    "app/test_cli_tune.py",
-    "accounting/test_calibrate.py",
-    "gradients/test_costs.py",
-    "gradients/recurrent/test_recurrent.py",
+    "distributed/test_data_parallel.py",
+    "auditing/test_gauss.py",
+    "gradients/test_model_zoo.py",
+    "runs/test_resume.py",
     "gradients/projections/test_projection_engine.py",
-    "app/test_tuning_dask.py",
-    "app/test_tuning.py",
+    "gradients/test_costs.py",
+    "accounting/test_calibrate.py",
+    "native/test_build.py",
+    "gradients/recurrent/test_recurrent.py",
+    "auditing/test_step_game.py",
+    "app/test_cli_tune.py",
+    "examples/test_examples.py",
 )
 
 
