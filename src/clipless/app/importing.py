@@ -28,7 +28,8 @@ def import_callable(path: str, kind: str, form: str) -> Callable[..., Any]:
         value = getattr(found, attribute)
     except AttributeError:
         public = [name for name, one in vars(found).items() if callable(one) and not name.startswith("_")]
-        raise unknown_name(f"{kind} in the module {module}:", attribute, public[:20]) from None
+        unknown = unknown_name(f"name in the module {module}", attribute, public[:20])
+        raise InvalidArgument(f"cannot import the {kind} {path!r}: {unknown}") from None
     if not callable(value):
         raise InvalidType(f"{path!r} is {type(value).__name__}. Name a callable {form}.")
     return value

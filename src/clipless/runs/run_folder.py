@@ -39,6 +39,10 @@ class RunFolder:
     def model(self) -> Path:
         return self.path / "model.pt"
 
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
     def read_record(self) -> dict[str, Any] | None:
         """The contents of `run.json`; None if it does not exist."""
         try:
@@ -119,7 +123,8 @@ class RunFolder:
         """Rename the files of a finished run, whose ledger may still be needed, to `run.1.json` and so on. The ledger of
         an unfinished run stays, so that the run can be resumed."""
         number = 1
-        files = (self.record, self.model) if self.unfinished else (self.record, self.model, self.ledger)
+        own = (self.record, self.model, self.config)
+        files = own if self.unfinished else (*own, self.ledger)
         while any(_numbered(file, number).exists() for file in files):
             number += 1
         for file in files:

@@ -1,5 +1,6 @@
 """From a table and what is stated about it to a data set."""
 
+import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from clipless.app.data.dataset import Array, Data, make_data, make_targets
 from clipless.app.data.own.choice import OwnData
 from clipless.app.data.own.reading import TABLE_ENDS, Table, read
-from clipless.app.data.own.rules import AS_IT_IS, Categories, Number, Rule, Unused, rule_of
+from clipless.app.data.own.rules import AS_IT_IS, CategoryColumn, ColumnRule, NumberColumn, UnusedColumn, rule_of
 from clipless.app.data.own.splitting import test_rows
 from clipless.arguments import unknown_name
 from clipless.errors import InvalidArgument
@@ -31,7 +32,9 @@ def load_table(path: Path, stated: OwnData) -> Data:
     _refuse_own_schema(table, stated)
     rules = _rules(table, stated)
     task = _task(table, stated, rules)
-    features = [name for name in table.columns if name not in stated.target and not isinstance(rules[name], Unused)]
+    features = [
+        name for name in table.columns if name not in stated.target and not isinstance(rules[name], UnusedColumn)
+    ]
     if not features:
         raise InvalidArgument(f"{path} has no column besides the target: there is nothing to predict from.")
     train, test = _parts(table, stated, rules, features, task)
@@ -55,7 +58,7 @@ def _refuse_own_schema(table: Table, stated: OwnData) -> None:
         )
 
 
-def _rules(table: Table, stated: OwnData) -> dict[str, Rule]:
+def _rules(table: Table, stated: OwnData) -> dict[str, ColumnRule]:
     """The rule of every column. Raises for a stated name that the table does not have, with the nearest one."""
     if not stated.target:
         raise InvalidArgument(
@@ -70,17 +73,17 @@ def _rules(table: Table, stated: OwnData) -> dict[str, Rule]:
     rules = dict.fromkeys(table.columns, AS_IT_IS) | {
         name: rule_of(name, rule) for name, rule in stated.columns.items()
     }
-    rules |= {name: Unused() for name in stated.drop}
+    rules |= {name: UnusedColumn() for name in stated.drop}
     for name in stated.target:
-        if isinstance(rules[name], Unused):
+        if isinstance(rules[name], UnusedColumn):
             raise InvalidArgument(f"the target {name!r} is left out of the table: keep it, or predict another column.")
     return rules
 
 
-def _task(table: Table, stated: OwnData, rules: Mapping[str, Rule]) -> str:
+def _task(table: Table, stated: OwnData, rules: Mapping[str, ColumnRule]) -> str:
     """What is stated; else labels for several targets, classes if they are stated, a number if its range is."""
     target, given = rules[stated.target[0]], stated.stated_task()
-    listed = stated.classes is not None or isinstance(target, Categories)
+    listed = stated.classes is not None or isinstance(target, CategoryColumn)
     if stated.classes is not None and (len(stated.target) > 1 or given not in (None, "classes")):
         raise InvalidArgument("--classes is for one target that has classes: leave it out, or the other targets.")
     task = given or ("labels" if len(stated.target) > 1 else "classes" if listed else "numbers")
@@ -94,12 +97,12 @@ def _task(table: Table, stated: OwnData, rules: Mapping[str, Rule]) -> str:
     return task
 
 
-def _as_it_is(rule: Rule) -> bool:
-    return isinstance(rule, Number) and not rule.stated
+def _as_it_is(rule: ColumnRule) -> bool:
+    return isinstance(rule, NumberColumn) and not rule.stated
 
 
 def _parts(
-    table: Table, stated: OwnData, rules: Mapping[str, Rule], features: Sequence[str], task: str
+    table: Table, stated: OwnData, rules: Mapping[str, ColumnRule], features: Sequence[str], task: str
 ) -> list[tuple[Array, Array]]:
     """Features and targets of the training and of the test records."""
     if stated.test is None:
@@ -118,7 +121,7 @@ def _parts(
 
 
 def _encoded(
-    table: Table, stated: OwnData, rules: Mapping[str, Rule], features: Sequence[str], task: str
+    table: Table, stated: OwnData, rules: Mapping[str, ColumnRule], features: Sequence[str], task: str
 ) -> tuple[Array, Array]:
     x = np.concatenate([rules[name].encode(table, name) for name in features], axis=1)
     if task == "classes":
@@ -127,18 +130,18 @@ def _encoded(
     return x, np.concatenate([encode(table, name, rules[name]) for name in stated.target], axis=1)
 
 
-def _classes(stated: OwnData, rules: Mapping[str, Rule]) -> Categories:
+def _classes(stated: OwnData, rules: Mapping[str, ColumnRule]) -> CategoryColumn:
     names = stated.class_names()
     if names is not None:
-        return Categories(tuple(names))
+        return CategoryColumn(tuple(names))
     rule = rules[stated.target[0]]
-    assert isinstance(rule, Categories)
+    assert isinstance(rule, CategoryColumn)
     if len(rule.values) < 2:
         raise InvalidArgument(f"the target {stated.target[0]!r} has one class: list at least two.")
     return rule
 
 
-def _class_numbers(table: Table, name: str, classes: Categories) -> Array:
+def _class_numbers(table: Table, name: str, classes: CategoryColumn) -> Array:
     places = classes.places(table.columns[name])
     if None in places:
         raise InvalidArgument(
@@ -148,9 +151,9 @@ def _class_numbers(table: Table, name: str, classes: Categories) -> Array:
     return np.array(places, dtype=np.int64)
 
 
-def _label(table: Table, name: str, rule: Rule) -> Array:
+def _label(table: Table, name: str, rule: ColumnRule) -> Array:
     """Zeros and ones: of two categories the second is 1; otherwise 0, 1, false, true, no, yes."""
-    if isinstance(rule, Categories):
+    if isinstance(rule, CategoryColumn):
         if len(rule.values) != 2:
             raise InvalidArgument(
                 f"the label {name!r} has {len(rule.values)} categories: list two, the second counts as 1."
@@ -165,8 +168,8 @@ def _label(table: Table, name: str, rule: Rule) -> Array:
     return np.array(values, dtype=np.float64)[:, None]
 
 
-def _number(table: Table, name: str, rule: Rule) -> Array:
-    if not isinstance(rule, Number):
+def _number(table: Table, name: str, rule: ColumnRule) -> Array:
+    if not isinstance(rule, NumberColumn):
         raise InvalidArgument(
             f"the target {name!r} has categories, and --task regression predicts numbers: choose one."
         )
@@ -180,5 +183,10 @@ def _described(stated: OwnData, features: Sequence[str], task: str) -> dict[str,
         "target": list(stated.target),
         "task": task,
         "classes": stated.class_names(),
-        "rules": {name: dict(rule) for name, rule in stated.columns.items()},
+        "rules": {name: _without_dates(rule) for name, rule in stated.columns.items()},
     }
+
+
+def _without_dates(rule: Mapping[str, Any]) -> dict[str, Any]:
+    """A rule as JSON has it."""
+    return {key: str(value) if isinstance(value, datetime.date) else value for key, value in rule.items()}

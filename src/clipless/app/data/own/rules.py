@@ -30,7 +30,7 @@ KEYS = ("low", "high", "centre", "scale", "categories", "missing", "use")
 EXAMPLES = "low = 0, high = 120, or centre = 40, scale = 15, or categories = ['a', 'b'], or use = false"
 
 
-class Rule(Protocol):
+class ColumnRule(Protocol):
     """How the cells of a column become numbers."""
 
     def encode(self, table: Table, name: str) -> Array:
@@ -38,7 +38,7 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
-class Number:
+class NumberColumn:
     """(value - centre) / scale, cut off at `bound` if there is one. `stated` says whether a range or scale was given."""
 
     centre: float = 0.0
@@ -61,7 +61,7 @@ class Number:
                     f"[columns.{_key(name)}]), leave the column out (--drop {name!r}), or remove such rows yourself."
                 )
             return self.missing
-        value = _day(text) if self.dates else _number(text)
+        value = _day(text) if self.dates else as_number(text)
         if value is None or abs(value) > LARGEST:
             kind = "date (such as 2026-01-31)" if self.dates else "number"
             raise InvalidArgument(
@@ -72,7 +72,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Categories:
+class CategoryColumn:
     """A column for each category, and one for everything else."""
 
     values: tuple[str, ...]
@@ -87,11 +87,11 @@ class Categories:
         known = {value: place for place, value in enumerate(self.values)}
         numbers: dict[float, int] = {}
         for value, place in known.items():
-            if (number := _number(value)) is not None:
+            if (number := as_number(value)) is not None:
                 numbers.setdefault(number, place)
 
         def place_of(text: str) -> int | None:
-            number = _number(text)
+            number = as_number(text)
             return known.get(text, None if number is None else numbers.get(number))
 
         found = {text: place_of(text) for text in set(texts)}
@@ -99,17 +99,17 @@ class Categories:
 
 
 @dataclass(frozen=True)
-class Unused:
+class UnusedColumn:
     """The column is left out."""
 
     def encode(self, table: Table, name: str) -> Array:
         return np.zeros((len(table), 0))
 
 
-AS_IT_IS = Number()
+AS_IT_IS = NumberColumn()
 
 
-def rule_of(name: str, stated: object) -> Rule:
+def rule_of(name: str, stated: object) -> ColumnRule:
     """The rule that a schema states for a column. Raises InvalidArgument for one that makes no sense."""
     if not isinstance(stated, Mapping):
         raise _refusal(name, f"is not a table: write [columns.{_key(name)}] with {EXAMPLES}")
@@ -128,11 +128,11 @@ def rule_of(name: str, stated: object) -> Rule:
     if "use" in stated:
         if stated["use"] is not False:
             raise _refusal(name, "states use, which can only be false: leave it out to use the column")
-        return Unused()
+        return UnusedColumn()
     return _number_rule(name, stated)
 
 
-def _categories(name: str, stated: Mapping[str, Any]) -> Categories:
+def _categories(name: str, stated: Mapping[str, Any]) -> CategoryColumn:
     values = stated["categories"]
     if "missing" in stated:
         raise _refusal(
@@ -143,21 +143,21 @@ def _categories(name: str, stated: Mapping[str, Any]) -> Categories:
     texts = tuple(_text(value) for value in values)
     if not texts or len(set(texts)) < len(texts):
         raise _refusal(name, "must list at least one category, and each once")
-    return Categories(texts)
+    return CategoryColumn(texts)
 
 
-def _number_rule(name: str, stated: Mapping[str, Any]) -> Number:
+def _number_rule(name: str, stated: Mapping[str, Any]) -> NumberColumn:
     dates = isinstance(stated.get("low"), datetime.date)
     read = _days if dates else _finite
     low, high, missing = (read(name, key, stated.get(key)) for key in ("low", "high", "missing"))
     if low is not None and high is not None:
         if low >= high:
             raise _refusal(name, "has a low that is not below its high: exchange them")
-        return Number((low + high) / 2, (high - low) / 2, 1.0, missing, stated=True, dates=dates)
+        return NumberColumn((low + high) / 2, (high - low) / 2, 1.0, missing, stated=True, dates=dates)
     centre, scale = (_finite(name, key, stated.get(key)) for key in ("centre", "scale"))
     if scale is not None and scale <= 0:
         raise _refusal(name, "has a scale that is not positive: choose a typical distance from the centre")
-    return Number(centre or 0.0, scale or 1.0, None, missing, stated=scale is not None)
+    return NumberColumn(centre or 0.0, scale or 1.0, None, missing, stated=scale is not None)
 
 
 def _finite(name: str, key: str, value: object) -> float | None:
@@ -176,14 +176,16 @@ def _days(name: str, key: str, value: object) -> float | None:
     return float(value.toordinal())
 
 
-def _day(text: str) -> float | None:
+def as_date(text: str) -> datetime.date | None:
+    """The date of a text in ISO form, with or without a time."""
     try:
-        return float(datetime.datetime.fromisoformat(text).toordinal())
+        return datetime.datetime.fromisoformat(text).date()
     except ValueError:
         return None
 
 
-def _number(text: str) -> float | None:
+def as_number(text: str) -> float | None:
+    """The finite number that a text is; true and false are 1 and 0."""
     try:
         value = None if "_" in text else float({"true": "1", "false": "0"}.get(text.lower(), text))
     except ValueError:
@@ -191,10 +193,15 @@ def _number(text: str) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def _day(text: str) -> float | None:
+    date = as_date(text)
+    return None if date is None else float(date.toordinal())
+
+
 def _hint(text: str) -> str:
     if _day(text) is not None:
         return " but a date"
-    if _number(text.replace(",", ".")) is not None:
+    if as_number(text.replace(",", ".")) is not None:
         return " (write decimals with a point)"
     return ""
 
