@@ -110,6 +110,14 @@ class RunFolder:
         self.ledger.unlink()
         journal.close()
 
+    def discard_unstarted(self) -> None:
+        """Remove the files of a run that failed before its first step, hence released nothing. Any other run stays."""
+        if self.ledger.exists() and self.unfinished:
+            found = read_ledger(self.ledger, torn=True)
+            if not found.entries and not found.torn:
+                self.checkpoint.unlink(missing_ok=True)
+                self.ledger.unlink()
+
     def check_writable(self) -> None:
         """Raises InvalidArgument if files cannot be written there: better known before training than after."""
         try:

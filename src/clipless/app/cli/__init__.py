@@ -135,7 +135,7 @@ def main() -> None:
     """Run the command line. Whatever is raised becomes a message on stderr and an exit code; --debug shows the traceback."""
     sys.path.insert(0, os.getcwd())  # as `python -m` does, so that --model finds a module in the current folder
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        sys.exit(app(prog_name="clipless", standalone_mode=False) or 0)
     except UsageError as error:
         _output.show_error(_with_remedy(error))
         sys.exit(error.exit_code)

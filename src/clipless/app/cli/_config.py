@@ -43,10 +43,12 @@ def read_config(context: typer.Context, value: Path | None) -> Path | None:
     checked_columns(context.meta[COLUMNS].get("columns", {}), value)
     given: dict[str, Any] = {}
     for key, one in content.items():
-        name = options.get(key.replace("-", "_"))
-        if name is None:
+        found = options.get(key.replace("-", "_"))
+        if found is None and key in NOT_IN_FILES:
+            raise InvalidArgument(f"{key} is given on the command line only: remove it from {value}.")
+        if found is None:
             raise unknown_name(f"option in {value}", key, [*options, "columns"])
-        given[name] = _as_typed(key, one, value)
+        given[str(found.name)] = _as_typed(key, one, value, several=found.multiple)
     context.default_map = {**(context.default_map or {}), **given}
     return value
 
@@ -78,10 +80,10 @@ def config_text(data: DataGroup, own: OwnData, settings: TrainingSettings) -> st
     return HEADER + toml_text({**shown, **chosen, **rules})
 
 
-def _options(context: typer.Context) -> dict[str, str]:
-    """From the name of an option in a file to that of its parameter."""
+def _options(context: typer.Context) -> dict[str, Any]:
+    """From the name of an option in a file to its parameter."""
     return {
-        option.lstrip("-").replace("-", "_"): str(parameter.name)
+        option.lstrip("-").replace("-", "_"): parameter
         for parameter in context.command.params
         if parameter.name not in NOT_IN_FILES
         for option in parameter.opts
@@ -89,11 +91,14 @@ def _options(context: typer.Context) -> dict[str, str]:
     }
 
 
-def _as_typed(key: str, value: Any, path: Path) -> Any:
+def _as_typed(key: str, value: Any, path: Path, *, several: bool) -> Any:
     """The value as on the command line: texts, lists of texts, and flags."""
     if isinstance(value, Mapping):
         raise InvalidArgument(f"[{key}] in {path} is a table, and {key} is an option: write {key} = value.")
+    if several:
+        return [str(one) for one in (value if isinstance(value, list) else [value])]
     if isinstance(value, list):
-        texts = [str(one) for one in value]
-        return ",".join(texts) if key == "classes" else texts
+        if key != "classes":
+            raise InvalidArgument(f"{key} in {path} is a list, and {key} takes one value: write {key} = value.")
+        return ",".join(map(str, value))
     return value if isinstance(value, bool) else str(value)

@@ -202,6 +202,10 @@ def _until_stopped(
         if rank() == 0:
             _output.show_warning(str(interrupted))
         raise typer.Exit(stop.exit_code) from None
+    except Exception:
+        if rank() == 0:
+            RunFolder(saving.out).discard_unstarted()  # or the corrected command would be told to resume it
+        raise
 
 
 def _both(

@@ -19,6 +19,7 @@ from clipless.accounting import Spent
 from clipless.app import models
 from clipless.app.data import Data
 from clipless.app.threads import torch_threads
+from clipless.app.training.own_loss import refuse_unsound_loss
 from clipless.app.training.reliability import reliability_bins
 from clipless.app.training.result import Result
 from clipless.app.training.saving import LoopState, RunSaver, Saving
@@ -74,6 +75,8 @@ def train(
     with torch.random.fork_rng(devices=[]), torch_threads(_threads(settings.batch_size * math.prod(data.shape))):
         torch.manual_seed(model_seed)
         model = models.build(settings.model, data.shape, data.classes, data.vocabulary)
+        if settings.private and settings.loss is not None:
+            refuse_unsound_loss(settings.loss, losses_of, model, data, settings.how)
         optimizer = settings.make_optimizer(model.parameters())
         private = _attach(model, optimizer, data, settings, noise_seed, group) if settings.private else None
         loader = private.loader if private else _shuffled(data.train, settings.batch_size, shuffle_seed)
