@@ -183,6 +183,19 @@ def test_a_loss_that_breaks_the_promise_is_refused_and_leaves_the_folder_free(
     shell.good("train", *options)
 
 
+def test_a_run_that_fails_after_its_first_step_stays(shell: Shell) -> None:
+    """What it spent stays spent: its ledger is not removed."""
+    (shell.folder / "my_fault.py").write_text(
+        "from torch.nn import functional as F\ncalls = []\ndef loss(output, y):\n    calls.append(1)\n"
+        "    if len(calls) > 40: raise RuntimeError('too late')\n"
+        "    return F.cross_entropy(output, y, reduction='none')\n"
+    )
+    options = [*OWN, *QUICK, "--epochs", "40", "--out", "a"]
+    assert shell("train", *options, "--loss", "my_fault:loss").returncode == 1
+    assert len((shell.folder / "a" / "ledger.jsonl").read_text().splitlines()) > 1
+    assert "holds an interrupted run" in shell.bad("train", *options)
+
+
 def test_an_interrupted_run_on_a_table_goes_on_as_it_was_begun(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [*OWN, *QUICK, "--seed", "5", "--out"]
     shell.good("train", *options, "whole")

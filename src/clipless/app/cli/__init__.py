@@ -44,7 +44,7 @@ COMMANDS = {
     ),
     "schema": CommandEntry(
         "Rules for the columns of a table, from a public table of the same form: ranges, categories, missing values.",
-        "clipless schema census_2010.csv --target income > schema.toml",
+        "clipless schema --target income census_2010.csv > schema.toml",
     ),
     "budget": CommandEntry(
         "Epsilon from a noise multiplier, or the noise multiplier for an epsilon, for Poisson-sampled steps.",
