@@ -44,7 +44,7 @@ def test_train_writes_a_run_and_says_where(tmp_path: Path, capsys: pytest.Captur
     assert 0 < run["metrics"]["epsilon"] <= 3.0
     assert run["plan"]
     assert run["ledger"]
-    assert {path.name for path in folder.iterdir()} == {"run.json", "model.pt", "ledger.jsonl"}
+    assert {path.name for path in folder.iterdir()} == {"run.json", "model.pt", "ledger.jsonl", "config.toml"}
 
 
 def test_train_json_is_all_of_stdout(tmp_path: Path) -> None:
@@ -129,7 +129,8 @@ def test_train_takes_a_table_and_a_model_of_the_current_folder(
     (tmp_path / "mine.py").write_text(
         "from torch import nn\ndef make(shape, classes): return nn.Linear(*shape, classes)\n"
     )
-    options = ["--data", "table.csv", "--model", "mine:make", "--batch-size", "16", "--epochs", "1", "--json"]
+    options = ["--data", "table.csv", "--target", "class", "--classes", "2", "--model", "mine:make"]
+    options += ["--batch-size", "16", "--epochs", "1", "--json"]
     done = run_main(["train", *options], tmp_path, capsys)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["metrics"]["parameters"] == 6

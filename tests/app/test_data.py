@@ -80,30 +80,10 @@ def test_npz_archive_keeps_floats_and_scales_bytes(tmp_path: Path) -> None:
     assert float(images.train.tensors[0].abs().max()) <= 1
 
 
-@pytest.mark.parametrize("separator", [",", ";"])
-@pytest.mark.parametrize("end", [".csv", ".csv.gz"])
-def test_csv_table_keeps_features_and_splits_the_same_way(tmp_path: Path, separator: str, end: str) -> None:
-    rows = [[index, 1000.5 * index, index % 3] for index in range(50)]
-    text = "\n".join(separator.join(map(str, row)) for row in [["id", "size", "class"], *rows])
-    path = tmp_path / f"t{end}"
-    path.write_bytes(gzip.compress(text.encode()) if end.endswith("gz") else text.encode())
-    data, again = load(path), load(str(path))
-    assert (data.name, data.shape, data.classes, len(data.train), len(data.test)) == ("t", (2,), 3, 40, 10)
-    seen = torch.cat([data.train.tensors[0], data.test.tensors[0]])
-    assert sorted(map(tuple, seen.tolist())) == [(float(i), 1000.5 * i) for i in range(50)]
-    assert all(torch.equal(a, b) for a, b in zip(tensors(data), tensors(again), strict=True))
-
-
 def broken_idx(tmp_path: Path, name: str, content: bytes) -> Path:
     folder = write_idx_folder(tmp_path)
     (folder / name).write_bytes(content)
     return folder
-
-
-def csv(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "t.csv"
-    path.write_text(text)
-    return path
 
 
 BAD: dict[str, tuple[Callable[[Path], Path | str], str]] = {
@@ -135,49 +115,6 @@ BAD: dict[str, tuple[Callable[[Path], Path | str], str]] = {
     "npz huge label": (lambda p: write_npz(p / "a.npz", y_train=[np.inf] * 12), "out of range"),
     "npz test label": (lambda p: write_npz(p / "a.npz", y_test=[0, 1, 2, 3]), "a test label is 3, out of range"),
     "npz nan": (lambda p: write_npz(p / "a.npz", x_train=np.full((12, 6), np.nan)), "NaN"),
-    "csv empty": (lambda p: csv(p, ""), "is empty"),
-    "csv header only": (lambda p: csv(p, "a,b,class\n"), "is empty"),
-    "csv one row": (lambda p: csv(p, "a,class\n1,1\n"), "out of range"),
-    "csv no header": (lambda p: csv(p, "\n1,2,0\n3,4,1\n"), "line 2 of .*t.csv has numbers. Put a header"),
-    "csv text": (
-        lambda p: csv(p, "a,b,class\n1,2,0\n\n3,red,0\n"),
-        "line 4 of .*t.csv, column 'b', is 'red', which is no number. Encode text columns as numbers",
-    ),
-    "csv text of a class": (
-        lambda p: csv(p, "a,kind\n1,cat\n"),
-        "line 2 of .*, column 'kind', is 'cat'.*number the classes 0, 1, 2",
-    ),
-    "csv empty cell": (lambda p: csv(p, "a,b,class\n1,2,0\n3,,1\n"), "line 3 of .*, column 'b', is empty. Fill it in"),
-    "csv decimal comma": (
-        lambda p: csv(p, "a;b;class\n1;2;0\n3;4,5;1\n"),
-        "line 3 of .*, column 'b', is '4,5'. Write decimals with a point",
-    ),
-    "csv nan": (
-        lambda p: csv(p, "a,b,class\n1,2,0\nnan,2,1\n"),
-        "line 3 of .*, column 'a', is 'nan', which is not finite",
-    ),
-    "csv too large": (
-        lambda p: csv(p, "a,class\n1,0\n1e39,1\n"),
-        "line 3 of .*, column 'a', is '1e39'.* not finite",
-    ),
-    "csv hash": (
-        lambda p: csv(p, "a,b,class\n1,2,0\n3,#4,1\n"),
-        "line 3 of .*, column 'b', is '#4', which is no number",
-    ),
-    "csv quoted": (lambda p: csv(p, 'a,b,class\n1,2,0\n3,"x,y",1\n'), "line 3 of .*, column 'b', is 'x,y'"),
-    "csv ragged": (lambda p: csv(p, "a,class\n1,0\n\n1,2,1\n"), "line 4 of .* has 3 cells and the header 2 names"),
-    "csv names": (
-        lambda p: csv(p, "a,b,class\n1,0\n2,1\n"),
-        "line 2 of .* has 2 cells and the header 3 names. Give every",
-    ),
-    "csv halves": (
-        lambda p: csv(p, "a,class\n1,1\n2,0.5\n"),
-        "line 3 of .*, column 'class', is '0.5', which is no integer",
-    ),
-    "csv negative": (
-        lambda p: csv(p, "a,class\n1,-1\n2,1\n"),
-        "line 2 of .*, column 'class', is '-1', which is negative",
-    ),
 }
 
 

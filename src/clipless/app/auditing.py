@@ -32,7 +32,9 @@ from clipless.auditing import (
     play,
     play_runs,
 )
+from clipless.clipping import Clipping
 from clipless.errors import InvalidArgument
+from clipless.phases import Schedule
 from clipless.plan import PrivacyPlan
 from clipless.private import make_private
 
@@ -131,7 +133,12 @@ def audit(
     """
     if not settings.private:
         raise InvalidArgument("clipping none makes no claim that could be audited: choose a clipping.")
+    _clipping(settings)
     settings.optimizer_for(data)
+    if "one-run" in how.games and (data.task != "classes" or data.vocabulary):
+        raise InvalidArgument(
+            f"the game one-run is played on classes of numbers, and {data.name} has others: --games step,runs."
+        )
     began = time.monotonic()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(np.random.SeedSequence(settings.seed).generate_state(1)[0]))
@@ -168,12 +175,20 @@ def _privacy(settings: TrainingSettings) -> dict[str, Any]:
         "delta": settings.delta,
         "batch_size": settings.batch_size,
         "epochs": settings.epochs,
-        "clipping": settings.clipping,
+        "clipping": _clipping(settings),
         "accountant": settings.accountant,
         "noise": settings.noise,
         "seed": settings.seed,
         "group": False,
     }
+
+
+def _clipping(settings: TrainingSettings) -> Clipping:
+    """The one clipping of the run, with its own numbers."""
+    how = settings.how
+    if isinstance(how, Schedule):
+        raise InvalidArgument("a schedule has several clippings: audit one phase at a time.")
+    return how
 
 
 def _plan(settings: TrainingSettings, records: int) -> PrivacyPlan:
@@ -193,7 +208,7 @@ def _step(
 ) -> GameRows:
     """A full batch with the configuration's clipping, noise and multiplier: what a record does where it takes part."""
     game = StepGame(
-        settings.clipping, plan.noise_multiplier, noise=settings.noise, seed=settings.seed, delta=plan.delta
+        _clipping(settings), plan.noise_multiplier, noise=settings.noise, seed=settings.seed, delta=plan.delta
     )
     releases = how.releases or (JOINT_RELEASES if game.joint else RELEASES)
     steps = 2 * releases if game.joint else math.ceil(releases / game.canaries)
@@ -211,7 +226,8 @@ def _runs(
 ) -> GameRows:
     """Complete trainings of a tiny model with the configuration's clipping, noise and multiplier."""
     rate, steps = max(plan.sample_rate, RUN_RATE), min(plan.steps, RUN_STEPS)
-    step = StepGame(settings.clipping, plan.noise_multiplier, rate, 2, 16, settings.noise, settings.seed, plan.delta)
+    how_clipped = _clipping(settings)
+    step = StepGame(how_clipped, plan.noise_multiplier, rate, 2, 16, settings.noise, settings.seed, plan.delta)
     with _timed() as seconds:
         seen = play_runs(RunGame(step, steps), how.trainings, _counter(report, "runs", how.trainings))
         for final in (True, False):

@@ -211,6 +211,8 @@ def _compared(data: Data, records: Sequence[Mapping[str, Any]]) -> Compared:
 
 def _identity(data: Data, settings: TrainingSettings) -> dict[str, Any]:
     about = {"name": data.name, "train": len(data.train), "test": len(data.test)}
+    if data.columns is not None:
+        about["columns"] = json.loads(json.dumps(data.columns))
     return {"data": about, "settings": asdict(settings)}
 
 

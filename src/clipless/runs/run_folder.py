@@ -39,6 +39,10 @@ class RunFolder:
     def model(self) -> Path:
         return self.path / "model.pt"
 
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
     def read_record(self) -> dict[str, Any] | None:
         """The contents of `run.json`; None if it does not exist."""
         try:
@@ -106,6 +110,14 @@ class RunFolder:
         self.ledger.unlink()
         journal.close()
 
+    def discard_unstarted(self) -> None:
+        """Remove the files of a run that failed before its first step, hence released nothing. Any other run stays."""
+        if self.ledger.exists() and self.unfinished:
+            found = read_ledger(self.ledger, torn=True)
+            if not found.entries and not found.torn:
+                self.checkpoint.unlink(missing_ok=True)
+                self.ledger.unlink()
+
     def check_writable(self) -> None:
         """Raises InvalidArgument if files cannot be written there: better known before training than after."""
         try:
@@ -119,7 +131,8 @@ class RunFolder:
         """Rename the files of a finished run, whose ledger may still be needed, to `run.1.json` and so on. The ledger of
         an unfinished run stays, so that the run can be resumed."""
         number = 1
-        files = (self.record, self.model) if self.unfinished else (self.record, self.model, self.ledger)
+        own = (self.record, self.model, self.config)
+        files = own if self.unfinished else (*own, self.ledger)
         while any(_numbered(file, number).exists() for file in files):
             number += 1
         for file in files:

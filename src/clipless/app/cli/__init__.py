@@ -1,13 +1,13 @@
-"""The command line: `clipless train`, `tune`, `budget`, `check`, `audit`, `compare`, `report`, `bench`, `reproduce`.
+"""The command line: `clipless train` and the other commands of `COMMANDS`.
 
-Exit codes: 0 done; 1 `check` found a model unsound, `audit` refuted a claim, an engine of clipless failed in `bench`, or a
-bug; 2 an argument or a data set was refused; 3 the last line of a ledger is torn, and shown as one more step; 4 a ledger,
-checkpoint or run is damaged or was edited, and nothing of it is shown; 130 interrupted; 143 terminated.
+The exit codes are those of `EXIT_CODES`. An error is one or two lines on stderr that say what to do; with --debug the place
+where it was raised comes first.
 """
 
 import importlib
 import os
 import sys
+import traceback
 from importlib.metadata import version
 from typing import Annotated, Any, NamedTuple
 
@@ -15,8 +15,19 @@ import typer
 from typer.core import TyperGroup
 
 from clipless.app.cli import _output
+from clipless.app.cli._groups import spread
 from clipless.app.cli._processes import rank
 from clipless.errors import CliplessError, DamagedFile, RankFailed
+
+EXIT_CODES = {
+    0: "done",
+    1: "check found a model unsound, audit refuted a claim, a way of clipless failed in bench, or an unforeseen error",
+    2: "an argument or a data set was refused",
+    3: "the last line of a ledger is torn, and shown as one more step",
+    4: "a ledger, checkpoint or run is damaged or was edited, and nothing of it is shown",
+    130: "interrupted",
+    143: "terminated",
+}
 
 
 class CommandEntry(NamedTuple):
@@ -30,6 +41,10 @@ COMMANDS = {
     "train": CommandEntry(
         "Train a model on a data set, test it once an epoch, write run.json and model.pt.",
         "clipless train --data digits --model mlp --clipping auto-s --epsilon 3",
+    ),
+    "schema": CommandEntry(
+        "Rules for the columns of a table, from a public table of the same form: ranges, categories, missing values.",
+        "clipless schema --target income census_2010.csv > schema.toml",
     ),
     "budget": CommandEntry(
         "Epsilon from a noise multiplier, or the noise multiplier for an epsilon, for Poisson-sampled steps.",
@@ -77,7 +92,7 @@ class _LazyCommands(TyperGroup):
 def _load_command(name: str) -> Any:
     function = getattr(importlib.import_module(f"{__name__}.{name}"), name)
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    alone.command(name, epilog=f"Example:  {COMMANDS[name].example}")(function)
+    alone.command(name, epilog=f"Example:  {COMMANDS[name].example}")(spread(function))
     return typer.main.get_command(alone)
 
 
@@ -96,7 +111,7 @@ app = typer.Typer(
     cls=_LazyCommands,
     help="Train PyTorch models with differential privacy and no clipping threshold to tune.",
     no_args_is_help=True,
-    add_completion=False,
+    epilog="Exit codes:  " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -113,12 +128,43 @@ def _root(
     """Train PyTorch models with differential privacy and no clipping threshold to tune."""
 
 
+UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
 def main() -> None:
-    """Run the command line. What clipless refuses becomes one message on stderr and an exit code, without a traceback."""
+    """Run the command line. Whatever is raised becomes a message on stderr and an exit code; --debug shows the traceback."""
     sys.path.insert(0, os.getcwd())  # as `python -m` does, so that --model finds a module in the current folder
     try:
-        app()
+        sys.exit(app(prog_name="clipless", standalone_mode=False) or 0)
+    except UsageError as error:
+        _output.show_error(_with_remedy(error))
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(130)
     except CliplessError as error:
+        _show_traceback()
         if rank() == 0 or not isinstance(error, RankFailed):  # the first rank tells what failed elsewhere
-            _output.show_error(error)
+            _output.show_error(str(error))
         sys.exit(4 if isinstance(error, DamagedFile) else 2)
+    except Exception as error:
+        _show_traceback()
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        _output.show_error(
+            f"{type(error).__name__} in {os.path.basename(where.filename)}, line {where.lineno}: {error}\n"
+            "clipless did not foresee this. Is it from code of yours? --debug shows how it came to it."
+        )
+        sys.exit(1)
+
+
+def _show_traceback() -> None:
+    if "--debug" in sys.argv:
+        traceback.print_exc()
+
+
+def _with_remedy(error: Any) -> str:
+    """A wrong command or option, with the nearest valid one and where to look."""
+    near = getattr(error, "possibilities", None)
+    message = (error.message if near else error.format_message()).rstrip(".")
+    hint = f" Did you mean {near[0]}?" if near else ""
+    path = error.ctx.command_path if error.ctx else "clipless"
+    return f"{message}{'' if message.endswith('?') else '.'}{hint} See:  {path} --help"

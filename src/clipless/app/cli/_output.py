@@ -2,7 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import typer
@@ -12,6 +14,22 @@ from rich.text import Text
 
 from clipless.rounding import rounded_up
 
+_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+
+
+@contextmanager
+def quietly(wanted: bool) -> Iterator[None]:
+    """Show no notes and no progress inside the block, if wanted."""
+    token = _quiet.set(wanted)
+    try:
+        yield
+    finally:
+        _quiet.reset(token)
+
+
+def is_quiet() -> bool:
+    return _quiet.get()
+
 
 def show_json(record: Mapping[str, Any]) -> None:
     """One JSON object on stdout and nothing else; JSON has no infinity, so an infinite epsilon becomes "inf"."""
@@ -20,18 +38,25 @@ def show_json(record: Mapping[str, Any]) -> None:
 
 
 def show_table(title: str, rows: Mapping[str, str]) -> None:
-    table = Table("", Column(overflow="fold"), title=title, show_header=False, title_justify="left")
+    table = Table("", Column(overflow="fold"), title=Text(title), show_header=False, title_justify="left")
     for name, value in rows.items():
-        table.add_row(name, Text(value))
+        table.add_row(Text(name), Text(value))
     Console().print(table)
 
 
 def show_note(message: str) -> None:
+    """What the user should know besides the result; nothing with --quiet."""
+    if not is_quiet():
+        show_warning(message)
+
+
+def show_warning(message: str) -> None:
+    """What the user has to know, --quiet or not."""
     Console(stderr=True, soft_wrap=True).print(Text(message, style="yellow"))
 
 
-def show_error(error: Exception) -> None:
-    Console(stderr=True, soft_wrap=True).print(Text.assemble(("Error: ", "bold red"), (str(error), "red")))
+def show_error(message: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("Error: ", "bold red"), (message, "red")))
 
 
 def percent(fraction: float | None) -> str:

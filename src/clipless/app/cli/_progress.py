@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from clipless.app.cli._output import metric_text, short
+from clipless.app.cli._output import is_quiet, metric_text, short
 
 if TYPE_CHECKING:
     from clipless.app.training import TrainingProgress
@@ -18,7 +18,7 @@ PERCENT = "{task.percentage:>3.0f} %"
 def progress_bar(*texts: str, visible: bool, on_terminal_only: bool = False) -> Progress:
     """A bar with these columns of text beside it. One for terminals only disappears at the end and reaches no log."""
     console = Console(stderr=True)
-    shown = visible and (console.is_terminal or not on_terminal_only)
+    shown = visible and not is_quiet() and (console.is_terminal or not on_terminal_only)
     timing = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *map(TextColumn, texts), *timing)
     return Progress(*columns, console=console, transient=on_terminal_only, disable=not shown)

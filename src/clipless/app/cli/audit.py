@@ -10,30 +10,26 @@ import typer
 
 from clipless.accounting import ACCOUNTANTS
 from clipless.app import charts
-from clipless.app import data as data_sets
 from clipless.app.auditing import GAMES, Audit, AuditSettings, OnGame
 from clipless.app.auditing import audit as run_audit
 from clipless.app.charts import drawing
 from clipless.app.cli import _output
-from clipless.app.cli._options import AccountantOption, JsonOption
+from clipless.app.cli._data_options import DataGroup
+from clipless.app.cli._options import JsonOption
 from clipless.app.cli._progress import PERCENT, progress_bar
 from clipless.app.cli._training_options import (
-    BatchSizeOption,
+    DEFAULTS,
+    BudgetGroup,
     ClippingOption,
-    DataOption,
-    DeltaOption,
-    EpochsOption,
-    EpsilonOption,
-    LearningRateOption,
     ModelOption,
     NoiseOption,
-    OptimizerOption,
+    StepsGroup,
+    settings_of,
 )
-from clipless.app.training import TrainingSettings
 from clipless.auditing.one_run import KINDS
 from clipless.errors import InvalidArgument
 
-_DEFAULTS, _HOW = TrainingSettings(), AuditSettings()
+_HOW = AuditSettings()
 COST = (
     "The audit trained copies of this configuration. Canaries are synthetic, and every number above is about them: nothing "
     "was computed from real records. But real records were trained on, so do not publish a model from an audit, and do not "
@@ -42,18 +38,13 @@ COST = (
 
 
 def audit(
-    data: DataOption = "digits",
-    model: ModelOption = _DEFAULTS.model,
-    clipping: ClippingOption = _DEFAULTS.clipping,
-    epsilon: EpsilonOption = _DEFAULTS.epsilon,
-    delta: DeltaOption = _DEFAULTS.delta,
-    epochs: EpochsOption = _DEFAULTS.epochs,
-    batch_size: BatchSizeOption = _DEFAULTS.batch_size,
-    optimizer: OptimizerOption = _DEFAULTS.optimizer,
-    lr: LearningRateOption = None,
+    data: DataGroup,
+    budget: BudgetGroup,
+    steps: StepsGroup,
+    model: ModelOption = DEFAULTS.model,
+    clipping: ClippingOption = DEFAULTS.clipping,
     seed: Annotated[int | None, typer.Option(help="Repeats an audit. Default: none.")] = None,
-    accountant: AccountantOption = _DEFAULTS.accountant,
-    noise: NoiseOption = _DEFAULTS.noise,
+    noise: NoiseOption = DEFAULTS.noise,
     games: Annotated[str, typer.Option(help=f"What is played, of {', '.join(GAMES)}.")] = ",".join(_HOW.games),
     releases: Annotated[
         int | None, typer.Option(help="Games of the step. Default: 20,000, or 3000 with a statistic.")
@@ -71,15 +62,13 @@ def audit(
     Takes the arguments of train. Exit code 1: a lower bound exceeds the claim, or the noise is not as claimed.
     A sound configuration fails with a probability of at most 1 - confidence.
     """
-    settings = TrainingSettings(
-        model, clipping, epsilon, delta, epochs, batch_size, optimizer, lr, seed, accountant, noise
-    )
+    settings = settings_of(budget, steps, model=model, clipping=clipping, seed=seed, noise=noise)
     played = tuple(game.strip() for game in games.split(","))
     how = AuditSettings(played, releases, canaries, kind, trainings, confidence)
     if draw is not None:
         drawing.drawable(draw)
         charts.figure()  # refuses before the work if nothing can be drawn
-    records = data_sets.load(data)
+    records = data.load()
     with _bars(f"{records.name} {model} {clipping}", visible=not as_json) as report:
         found = run_audit(records, settings, how, report)
     record = _plain(found.to_dict()) | {"note": note_on(found)}

@@ -1,6 +1,7 @@
 """`clipless compare`: several clippings, and no privacy, at one budget over repeated runs."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,56 +9,49 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from clipless.app import charts, comparing
-from clipless.app import data as data_sets
 from clipless.app.charts import drawing
 from clipless.app.cli import _output
-from clipless.app.cli._options import AccountantOption, DataFolderOption, JsonOption
+from clipless.app.cli._config import ConfigOption, config_columns
+from clipless.app.cli._data_options import DataGroup
+from clipless.app.cli._options import JsonOption
 from clipless.app.cli._progress import PERCENT, progress_bar
 from clipless.app.cli._signals import stopping
 from clipless.app.cli._training_options import (
-    BatchSizeOption,
-    DataOption,
-    DeltaOption,
-    EpochsOption,
-    EpsilonOption,
-    LearningRateOption,
-    LrScheduleOption,
+    DEFAULTS,
+    PRIVACY_PANEL,
+    BudgetGroup,
+    LossOption,
     ModelOption,
-    MomentumOption,
-    OptimizerOption,
-    UnitGradientsOption,
-    WeightDecayOption,
+    RefinementGroup,
+    StepsGroup,
+    settings_of,
 )
 from clipless.app.clippings import split
 from clipless.app.comparing import MAY_DIFFER, Compared
-from clipless.app.training import TrainingSettings
 from clipless.errors import Interrupted, InvalidArgument
 from clipless.runs.run_folder import RunFolder
 
-_DEFAULTS = TrainingSettings()
-
 
 def compare(
+    context: typer.Context,
+    data: DataGroup,
+    budget: BudgetGroup,
+    steps: StepsGroup,
+    refinements: RefinementGroup,
     clippings: Annotated[
-        str, typer.Option(help="What is compared, with commas between; none is training without privacy.")
+        str,
+        typer.Option(
+            help="What is compared, with commas between; none is training without privacy.",
+            rich_help_panel=PRIVACY_PANEL,
+        ),
     ] = "auto-s,abadi,dc-p,none",
     repeats: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each, with randomness of their own.")] = 3,
-    data: DataOption = "digits",
-    data_dir: DataFolderOption = None,
-    model: ModelOption = _DEFAULTS.model,
-    epsilon: EpsilonOption = _DEFAULTS.epsilon,
-    delta: DeltaOption = _DEFAULTS.delta,
-    epochs: EpochsOption = _DEFAULTS.epochs,
-    batch_size: BatchSizeOption = _DEFAULTS.batch_size,
-    optimizer: OptimizerOption = _DEFAULTS.optimizer,
-    lr: LearningRateOption = None,
-    lr_schedule: LrScheduleOption = _DEFAULTS.lr_schedule,
-    momentum: MomentumOption = None,
-    weight_decay: WeightDecayOption = None,
-    unit_gradients: UnitGradientsOption = False,
-    accountant: AccountantOption = _DEFAULTS.accountant,
+    config: ConfigOption = None,
+    model: ModelOption = DEFAULTS.model,
+    loss: LossOption = None,
     seed: Annotated[
         int | None,
         typer.Option(help="Repeats a comparison, for experiments: such runs are not private. Default: none."),
@@ -71,28 +65,13 @@ def compare(
     Runs are stored as they end: the same command goes on where it was interrupted. More seeds and clippings can be added
     later.
     """
-    settings = TrainingSettings(
-        model=model,
-        epsilon=epsilon,
-        delta=delta,
-        epochs=epochs,
-        batch_size=batch_size,
-        optimizer=optimizer,
-        lr=lr,
-        lr_schedule=lr_schedule,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        unit_gradients=unit_gradients,
-        accountant=accountant,
-        seed=seed,
-        test_every=epochs,
-    )
+    settings = settings_of(budget, steps, refinements, model=model, loss=loss, seed=seed, test_every=steps.epochs)
     names = split(clippings)
     if not names:
         raise InvalidArgument("there is nothing to compare: give --clippings auto-s,abadi,none.")
     picture = drawing.drawable(out / f"compare.{kind}")
     charts.figure()  # refuses before the work if nothing can be drawn
-    records = data_sets.load(data, data_dir)
+    records = data.load(**config_columns(context))
     RunFolder(out).check_writable()
     bar = progress_bar(PERCENT, visible=not as_json, on_terminal_only=True)
     with bar, stopping() as stop:
@@ -108,15 +87,17 @@ def compare(
                 stop,
             )
         except Interrupted:
-            _output.show_note("Stopped. The runs that ended are stored: the same command goes on from there.")
+            _output.show_warning("Stopped. The runs that ended are stored: the same command goes on from there.")
             raise typer.Exit(stop.exit_code) from None
-    _finish(found, out, picture, f"{records.name}, {model}, epsilon {epsilon:g}", as_json)
+    _finish(found, out, picture, f"{records.name}, {model}, epsilon {budget.epsilon:g}", as_json, records.notes)
 
 
-def _finish(found: list[Compared], out: Path, picture: Path, title: str, as_json: bool) -> None:
+def _finish(
+    found: list[Compared], out: Path, picture: Path, title: str, as_json: bool, about_data: Sequence[str]
+) -> None:
     price = comparing.cost(out)
     advice = comparing.advice(found)
-    notes = [MAY_DIFFER, *comparing.price_text(price)]
+    notes = [*about_data, MAY_DIFFER, *comparing.price_text(price)]
     record = {
         "clippings": [one.to_dict() for one in found],
         "advice": advice,
@@ -141,7 +122,7 @@ def _words(one: Compared) -> str:
 
 
 def _table(found: list[Compared], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     for column in ("clipping", f"test {_words(found[0])} (not private)", "runs", "epsilon of one run", "seconds"):
         table.add_column(column)
     for one in sorted(found, key=lambda one: -one.merit):

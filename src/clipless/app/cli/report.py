@@ -85,7 +85,7 @@ def warn(found: list[_Found], quiet: bool) -> None:
     torn = [one.reading for one in found if one.reading.torn]
     for reading in torn:
         which = f"the ledger of {reading.path}" if len(found) > 1 else "the ledger"
-        _output.show_note(
+        _output.show_warning(
             f"The last line of {which} is torn: the run was cut off while writing it. It counts as a step."
         )
     if torn:

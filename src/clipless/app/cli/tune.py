@@ -12,12 +12,12 @@ import typer
 
 from clipless import defaults
 from clipless.accounting.selection import AUTO, METHODS, SingleRun, prices
-from clipless.app import data as data_sets
 from clipless.app import tuning
 from clipless.app.cli import _output
-from clipless.app.cli._options import DataFolderOption, JsonOption
+from clipless.app.cli._data_options import DataGroup
+from clipless.app.cli._options import JsonOption
 from clipless.app.cli._progress import fraction_bar
-from clipless.app.cli._training_options import DataOption, DeltaOption, LearningRateOption, NoiseOption
+from clipless.app.cli._training_options import DeltaOption, LearningRateOption, NoiseOption
 from clipless.app.models import MODELS
 from clipless.app.training import OPTIMIZERS, TrainingSettings
 from clipless.arguments import large_delta_note
@@ -29,6 +29,7 @@ _DEFAULTS = TrainingSettings()
 
 
 def tune(
+    data: DataGroup,
     grid: Annotated[
         Path | None, typer.Option(help="TOML file with a table `grid` of lists to try, and `settings` that all share.")
     ] = None,
@@ -47,8 +48,6 @@ def tune(
         float | None,
         typer.Option(help="Chance that the best candidate is tried, where not all are. Default: over 2/3."),
     ] = None,
-    data: DataOption = "digits",
-    data_dir: DataFolderOption = None,
     model: Annotated[
         str | None, typer.Option(help=f"{', '.join(MODELS)}, or package.module:factory. Default: {_DEFAULTS.model}.")
     ] = None,
@@ -92,7 +91,7 @@ def tune(
         raise InvalidArgument(
             "there is nothing to try: give --try lr=0.05,0.1 or --grid FILE. For a single run, use clipless train."
         )
-    records = data_sets.load(data, data_dir)
+    records = data.load()
     with _large_delta_told_once():
         search = tuning.plan_search(
             records,
@@ -109,7 +108,7 @@ def tune(
     folder = out or Path("runs") / f"{records.name}-tuned"
     RunFolder(folder).check_writable()
     pool = tuning.open_pool(executor, workers, dask_address)
-    source = None if executor == "local" or data_dir else _source(data)
+    source = None if executor == "local" else data.remote()
     # On a terminal only: the bar shows how many runs were drawn, which the guarantee does not cover.
     with _large_delta_told_once(), fraction_bar("tuning", visible=not as_json) as on_progress:
         tuned = tuning.tune(search, pool, source=source, out=folder, seed=seed, on_progress=on_progress)
@@ -119,11 +118,6 @@ def tune(
     _output.show_table("Tuned", _summary(tuned, folder))
     for note in _notes(tuned):
         _output.show_note(note)
-
-
-def _source(data: str) -> str:
-    """The data set for workers: a name unchanged, a path made absolute."""
-    return data if data in data_sets.DATA else str(Path(data).expanduser().resolve())
 
 
 @contextmanager

@@ -10,15 +10,16 @@ from pathlib import Path
 
 from clipless.app.data.dataset import Data
 from clipless.app.data.digits import digits
-from clipless.app.data.files import csv_table, idx_folder, npz_archive
+from clipless.app.data.files import idx_folder, npz_archive
 from clipless.app.data.images import cifar10, fashion_mnist, mnist, svhn
+from clipless.app.data.own import TABLE_ENDS, OwnData, is_function, load_function, load_table
 from clipless.app.data.scattering import SUFFIX, with_scattering
 from clipless.app.data.tables import adult, adult_labels, housing, wine
 from clipless.app.data.texts import e2e, names, qnli, snli, sst2
 from clipless.arguments import unknown_name
 from clipless.errors import InvalidArgument
 
-__all__ = ["DATA", "Data", "load"]
+__all__ = ["DATA", "Data", "OwnData", "load"]
 
 # Each takes the folder to look in; None: those of CLIPLESS_DATA and of the system's packages.
 DATA: dict[str, Callable[[str | Path | None], Data]] = {
@@ -39,34 +40,42 @@ DATA: dict[str, Callable[[str | Path | None], Data]] = {
 }
 
 
-def load(name_or_path: str | Path, data_dir: str | Path | None = None) -> Data:
-    """A registered data set, or the one in a folder of idx files, an `.npz` archive or a `.csv` table.
+def load(name_or_path: str | Path, data_dir: str | Path | None = None, own: OwnData | None = None) -> Data:
+    """A registered data set; the one in a folder of idx files, an `.npz` archive, a csv or Parquet table; or what a function
+    `package.module:function` returns.
 
-    Inputs are scaled by fixed public constants or not at all: no statistic of the training records is ever computed,
-    because that would cost privacy. Scale columns beforehand, by bounds that are known without the data. The numbers of
-    records and of classes count as public. The files of a registered set are looked for in `data_dir`, or else in the
-    folders of the environment variable CLIPLESS_DATA; nothing is downloaded. `+scattering` after the name of a set of
+    Inputs are scaled by fixed public constants, by what `own` states about a table, or not at all: no statistic of the
+    training records is ever computed, because that would cost privacy. The number of records counts as public, and so
+    does that of classes in idx files and archives. The files of a registered set are looked for in `data_dir`, or else in
+    the folders of the environment variable CLIPLESS_DATA; nothing is downloaded. `+scattering` after the name of a set of
     images turns each into fixed features (kymatio).
 
     Raises InvalidArgument for a name or file that does not exist and for contents that cannot be trained on.
     """
-    name = str(name_or_path)
+    name, stated = str(name_or_path), own or OwnData()
+    path = Path(name_or_path).expanduser()
+    if path.name.endswith(TABLE_ENDS):
+        return load_table(_existing(path), stated)
+    if is_function(name):
+        return load_function(name, stated)
+    stated.refuse_on(f"{name} is none")
     if name.endswith(SUFFIX):
         return with_scattering(load(name.removesuffix(SUFFIX), data_dir))
     if name in DATA:
         return DATA[name](data_dir)
-    path = Path(name_or_path).expanduser()
     if path.is_dir():
         return idx_folder(path)
     if path.name.endswith(".npz"):
         return npz_archive(_existing(path))
-    if path.name.endswith((".csv", ".csv.gz")):
-        return csv_table(_existing(path))
     if path.is_file():
-        raise InvalidArgument(f"{path} is no data set: pass a folder of idx files, an .npz archive or a .csv table.")
+        raise InvalidArgument(
+            f"{path} is no data set: pass a folder of idx files, an .npz archive, or a table ({', '.join(TABLE_ENDS)})."
+        )
     if len(path.parts) > 1:
         raise InvalidArgument(f"there is no {path}: check the path, or pass one of the names {', '.join(DATA)}.")
-    raise unknown_name("data set", name, [*DATA, "FOLDER", "FILE.npz", "FILE.csv"])
+    raise unknown_name(
+        "data set", name, [*DATA, "FOLDER", "FILE.npz", "FILE.csv", "FILE.parquet", "package.module:function"]
+    )
 
 
 def _existing(path: Path) -> Path:

@@ -1,5 +1,6 @@
 """The type of all data sets, and the checks that every source goes through."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ class Data:
     Both data sets yield `(x, y)`: `x` of `shape`, float32, or int64 tokens below `vocabulary` if there is one. What `y` is
     depends on the `task`: "classes", an int64 in `range(classes)`; "numbers", float32 of (classes,); "labels", zeros and
     ones of (classes,); "tokens", the int64 token after each of `x`, -100 where it does not count. A model puts out
-    `classes` numbers for each record, or for each token.
+    `classes` numbers for each record, or for each token. `columns` says how a table of the user's own became numbers, and
+    `notes` what they should know about it.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Data:
     shape: tuple[int, ...]
     task: str = "classes"
     vocabulary: int | None = None
+    columns: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
 
 
 def make_data(name: str, train: tuple[Array, Array], test: tuple[Array, Array], classes: int | None = None) -> Data:

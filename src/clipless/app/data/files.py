@@ -1,4 +1,4 @@
-"""Data sets from files: idx folders, npz archives, csv tables. A faulty file raises InvalidArgument."""
+"""Data sets from files: idx folders, npz archives. A faulty file raises InvalidArgument."""
 
 import math
 import zipfile
@@ -7,13 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from clipless.app.data.dataset import Array, Data, integer_labels, make_data, span
+from clipless.app.data.dataset import Array, Data, make_data
 from clipless.app.data.sources import contents
-from clipless.app.data.table import read_table
 from clipless.errors import InvalidArgument
 
-SPLIT_SEED = 0
-TEST_SHARE = 0.2
 IDX_UNSIGNED_BYTE = 8
 
 
@@ -44,21 +41,6 @@ def npz_archive(path: Path) -> Data:
             f"{path} cannot be read as an npz archive ({error}). Write it with numpy.savez."
         ) from error
     return make_data(path.stem, (as_images(x_train), y_train), (as_images(x_test), y_test))
-
-
-def csv_table(path: Path) -> Data:
-    """A table with a header; the last column is the class, an integer from 0; a fixed fifth of the rows is for testing.
-
-    Features stay as they are: no column is standardised, since means and variances of private records are not free.
-    The separator is the comma, or the semicolon when the header has no comma.
-    """
-    table = read_table(path)
-    name = path.name.removesuffix(".gz").removesuffix(".csv")
-    features, labels = table[:, :-1], integer_labels(name, table[:, -1])
-    classes = span(name, labels)
-    order = np.random.default_rng(SPLIT_SEED).permutation(len(table))
-    train, test = np.split(order, [len(table) - round(TEST_SHARE * len(table))])
-    return make_data(name, (features[train], labels[train]), (features[test], labels[test]), classes)
 
 
 def as_images(array: Array) -> Array:

@@ -4,11 +4,11 @@
 26010
 """
 
-import importlib
 from collections.abc import Callable
 
 from torch import nn
 
+from clipless.app.importing import import_callable
 from clipless.app.models.networks import cnn, linear, mlp
 from clipless.app.models.papers import cifar_cnn, cnn_relu, dc_cnn, global_mlp, linear_from_zero, resnet8_gn
 from clipless.app.models.texts import bag, decoder, encoder, lstm
@@ -18,6 +18,8 @@ from clipless.errors import InvalidArgument, InvalidType
 __all__ = ["MODELS", "TEXT_MODELS", "Factory", "build"]
 
 Factory = Callable[[tuple[int, ...], int], nn.Module]
+
+FORM = "(shape, classes) -> nn.Module"
 
 TextFactory = Callable[[tuple[int, ...], int, int], nn.Module]
 
@@ -52,21 +54,7 @@ def build(name: str, shape: tuple[int, ...], classes: int, vocabulary: int | Non
         raise unknown_name("model", name, [*known, "package.module:factory"])
     if name in TEXT_MODELS and vocabulary:
         return TEXT_MODELS[name](shape, classes, vocabulary)
-    model = (_import_factory(name) if ":" in name else MODELS[name])(shape, classes)
+    model = (import_callable(name, "model", FORM) if ":" in name else MODELS[name])(shape, classes)
     if not isinstance(model, nn.Module):
         raise InvalidType(f"{name!r} returned {type(model).__name__}. Return an nn.Module from (shape, classes).")
     return model
-
-
-def _import_factory(path: str) -> Factory:
-    module, _, attribute = path.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidArgument(
-            f"cannot import the model {path!r} ({error}). Name a callable (shape, classes) -> nn.Module "
-            "as 'package.module:factory'."
-        ) from error
-    if not callable(factory):
-        raise InvalidType(f"{path!r} is {type(factory).__name__}. Name a callable (shape, classes) -> nn.Module.")
-    return factory

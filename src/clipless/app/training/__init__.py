@@ -1,5 +1,6 @@
 """One training run from settings to files: `settings`, the `loop`, how it is saved and resumed, and its `result`."""
 
+from clipless.app.training.board import Board
 from clipless.app.training.loop import TrainingProgress, train
 from clipless.app.training.result import Result, save_run
 from clipless.app.training.saving import Saving, saved_about
@@ -10,6 +11,7 @@ __all__ = [
     "LR_SCHEDULES",
     "OPTIMIZERS",
     "TASKS",
+    "Board",
     "LearningTask",
     "Result",
     "Saving",

@@ -19,6 +19,7 @@ from clipless.accounting import Spent
 from clipless.app import models
 from clipless.app.data import Data
 from clipless.app.threads import torch_threads
+from clipless.app.training.own_loss import refuse_unsound_loss
 from clipless.app.training.reliability import reliability_bins
 from clipless.app.training.result import Result
 from clipless.app.training.saving import LoopState, RunSaver, Saving
@@ -36,8 +37,8 @@ class TrainingProgress:
     """Where a run stands.
 
     `epsilon` and `score`, the task's metric on the test records, are those of the last test, None before the first;
-    `epsilon` is None without privacy. `threshold` is the length of the current threshold vector, a constant or a released
-    value; None without privacy.
+    `epsilon` is None without privacy, and `tested` is the step of that test. `threshold` is the length of the current
+    threshold vector, a constant or a released value; None without privacy.
     """
 
     step: int
@@ -45,6 +46,7 @@ class TrainingProgress:
     epsilon: float | None = None
     score: float | None = None
     threshold: float | None = None
+    tested: int = 0
 
 
 def train(
@@ -69,10 +71,12 @@ def train(
     ranks = _ranks(settings, group)
     model_seed, shuffle_seed, noise_seed = ranks.shared(_seeds(settings.seed))
     report, look = on_progress or (lambda _: None), research or (lambda *_: None)
-    task = TASKS[data.task]
+    losses_of = settings.losses_for(data)
     with torch.random.fork_rng(devices=[]), torch_threads(_threads(settings.batch_size * math.prod(data.shape))):
         torch.manual_seed(model_seed)
         model = models.build(settings.model, data.shape, data.classes, data.vocabulary)
+        if settings.private and settings.loss is not None:
+            refuse_unsound_loss(settings.loss, losses_of, model, data, settings.how)
         optimizer = settings.make_optimizer(model.parameters())
         private = _attach(model, optimizer, data, settings, noise_seed, group) if settings.private else None
         loader = private.loader if private else _shuffled(data.train, settings.batch_size, shuffle_seed)
@@ -87,7 +91,7 @@ def train(
                 for x, y in islice(loader, len(loader) - progress.step % len(loader)):
                     run.set_lr(progress.step)
                     optimizer.zero_grad()
-                    losses = task.losses(model(x), y)
+                    losses = losses_of(model(x), y)
                     private.backward(losses) if private else losses.mean().backward()
                     optimizer.step()
                     progress = run.stepped(progress)
@@ -137,7 +141,7 @@ class _Run:
         self.state.scores.append(evaluate(tested, self.data.test, TASKS[self.data.task]))
         self.state.tested = progress.step
         spent = self.private.spent().epsilon if self.private else None
-        return replace(progress, epsilon=spent, score=self.state.scores[-1])
+        return replace(progress, epsilon=spent, score=self.state.scores[-1], tested=progress.step)
 
     @torch.no_grad()
     def _average(self, step: int) -> None:
@@ -177,6 +181,7 @@ def _result(run: "_Run", steps: int, seconds: float, spent: Spent | None) -> Res
         model=run.model,
         ledger_file=private.ledger_file if private else None,
         reliability=reliability_bins(run.model, run.data.test) if run.data.task == "classes" else None,
+        columns=run.data.columns,
     )
 
 

@@ -1,6 +1,7 @@
 """A finished run, and the files it leaves."""
 
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +29,7 @@ class Result:
     `plan`, `ledger`, `history` (what a threshold policy released), `epsilon` and `delta` are None for a run without
     privacy. `ledger_file` has the run, position and head of the ledger on disk; None if there is no such file.
     `reliability` has the bins of the reliability diagram on the test records; None where the model predicts no classes.
+    `columns` says how the columns of a table became the model's inputs; None for other data.
     """
 
     data: str
@@ -44,6 +46,7 @@ class Result:
     model: nn.Module
     ledger_file: dict[str, Any] | None = None
     reliability: dict[str, Any] | None = None
+    columns: Mapping[str, Any] | None = None
 
     @property
     def score(self) -> float:
@@ -83,6 +86,7 @@ class Result:
             "history": self.history,
             "metrics": self.metrics(),
             "reliability": self.reliability,
+            "columns": self.columns,
             "approximation": self.approximation,
             "notes": [APPROXIMATION_NOTE] if self.approximation else [],
             "not_private": self.not_private() | ({} if self.settings.seed is None else SEEDED),
@@ -91,8 +95,8 @@ class Result:
         }
 
 
-def save_run(result: Result, out: Path) -> Path:
-    """Write `model.pt` (a state_dict) and `run.json`, and return the path of the latter.
+def save_run(result: Result, out: Path, config: str | None = None) -> Path:
+    """Write `model.pt` (a state_dict), `config.toml` if there is one, and `run.json`, and return the path of the latter.
 
     Each file appears whole or not at all. Files of an earlier run in the same folder, whose ledger may still be needed,
     are kept as `model.1.pt`, `run.1.json` and so on. The checkpoint of this run, which holds a key of the noise, is
@@ -104,6 +108,8 @@ def save_run(result: Result, out: Path) -> Path:
         if result.ledger_file is None:
             folder.keep_earlier()
         replace_file(folder.model, lambda file: torch.save(result.model.state_dict(), file))
+        if config is not None:
+            replace_file(folder.config, lambda file: file.write(config.encode()))
         folder.write_record(result.record())
         if result.ledger_file is not None:
             folder.checkpoint.unlink(missing_ok=True)

@@ -20,7 +20,8 @@ class Saving:
     """Save the run in the folder `out`: its ledger, and a checkpoint after every epoch and every `every` seconds.
 
     `resume` continues the run that was interrupted there, if there is one; `reseed` continues it with new noise, and the
-    steps after the checkpoint stay counted. `data` is the data set's name on the command line.
+    steps after the checkpoint stay counted. `data` is the data set's name on the command line,
+    `config` the effective configuration as a file.
     """
 
     out: Path
@@ -28,6 +29,7 @@ class Saving:
     reseed: bool = False
     every: float = 60.0
     data: str | None = None
+    config: str | None = None
 
 
 @dataclass
@@ -42,7 +44,7 @@ class LoopState:
 
 
 def saved_about(out: Path) -> dict[str, Any] | None:
-    """`data`, `source` and `settings` of the run whose checkpoint is in this folder; None without a checkpoint."""
+    """`data`, `source`, `config` and `settings` of the run whose checkpoint is in this folder; None without a checkpoint."""
     folder = RunFolder(out)
     return read_checkpoint(folder.checkpoint).extra["about"] if folder.checkpoint.exists() else None
 
@@ -60,7 +62,8 @@ class RunSaver:
     ) -> None:
         self._private = private if saving else None
         self._saving = saving
-        self._about = dict(about) | {"source": saving.data if saving else None}
+        own = {"source": saving.data, "config": saving.config} if saving else {"source": None, "config": None}
+        self._about = dict(about) | own
         self._stop, self._ranks = stop, ranks
         self._state = LoopState()
         self._started = self._saved = time.monotonic()

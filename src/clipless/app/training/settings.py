@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from clipless import defaults
 from clipless.app import clippings
 from clipless.app.data import Data
+from clipless.app.importing import import_callable
+from clipless.app.training.tasks import TASKS
 from clipless.arguments import unknown_name
 from clipless.clipping import CLIPPINGS, Clipping
 from clipless.errors import InvalidArgument
@@ -52,7 +54,8 @@ class TrainingSettings:
     from the operating system, `noise=None` secure noise, or seeded where there is a seed. A `noise_multiplier` replaces
     `epsilon`. `momentum` (of sgd) and `weight_decay` are the optimizer's own unless given. `averaging` is the decay of a
     moving average of the weights, which is tested and saved in place of the last ones; 0 means none. The test records are
-    looked at after every `test_every` epochs and at the end.
+    looked at after every `test_every` epochs and at the end. `loss` names a function `package.module:function` of (output,
+    y) with one loss for each record; None stands for the task's own.
     """
 
     model: str = "mlp"
@@ -73,6 +76,7 @@ class TrainingSettings:
     averaging: float = 0.0
     unit_gradients: bool = False
     test_every: int = 1
+    loss: str | None = None
 
     @property
     def private(self) -> bool:
@@ -83,6 +87,12 @@ class TrainingSettings:
         """The clipping that the text describes."""
         return clippings.parse(self.clipping)
 
+    def losses_for(self, data: Data) -> Callable[[Tensor, Tensor], Tensor]:
+        """The loss of each record, from the model's output and the targets."""
+        if self.loss is None:
+            return TASKS[data.task].losses
+        return import_callable(self.loss, "loss", "(output, y) -> one loss for each record")
+
     def optimizer_for(self, data: Data) -> OptimizerChoice:
         """The chosen optimizer. Raises InvalidArgument for settings that cannot be used on this data set."""
         name = self.clipping.partition("(")[0].strip()
@@ -90,6 +100,7 @@ class TrainingSettings:
             raise unknown_name("clipping", name, [*CLIPPINGS, "none"])
         if self.private:
             assert self.how  # or raises
+        self.losses_for(data)  # or raises
         if self.optimizer not in OPTIMIZERS:
             raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)
         if self.lr_schedule not in LR_SCHEDULES:

@@ -1,0 +1,46 @@
+"""TensorBoard files of a run, in which what is private and what is not are told apart by their tags."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from clipless.app.training.loop import TrainingProgress
+from clipless.app.training.settings import TrainingSettings
+from clipless.errors import MissingLibrary
+
+PRIVATE, NOT_PRIVATE = "private", "not_private"
+
+
+class Board:
+    """Writes epsilon and the threshold as `private/...`, and the score on the test records as `not_private/...`. Without
+    privacy, or with a seed, by which the noise can be subtracted, everything is `not_private/...`."""
+
+    def __init__(self, folder: Path, settings: TrainingSettings, metric: str) -> None:
+        self._writer = _writer(folder)
+        self._covered = PRIVATE if settings.private and settings.seed is None else NOT_PRIVATE
+        self._metric, self._tested = metric, 0
+
+    def __call__(self, progress: TrainingProgress) -> None:
+        if progress.threshold is not None:
+            self._writer.add_scalar(f"{self._covered}/threshold", progress.threshold, progress.step)
+        if progress.score is not None and progress.tested != self._tested:
+            self._tested = progress.tested
+            self._writer.add_scalar(f"{NOT_PRIVATE}/test_{self._metric}", progress.score, progress.step)
+            if progress.epsilon is not None:
+                self._writer.add_scalar(f"{self._covered}/epsilon", progress.epsilon, progress.step)
+
+    def __enter__(self) -> "Board":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()
+
+
+def _writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise MissingLibrary("--tensorboard needs TensorBoard: pip install 'clipless[tensorboard]'.") from None
+    return SummaryWriter(str(folder))

@@ -1,0 +1,178 @@
+"""Every command of the registry: its help, a right use, wrong ones, and what they print. A new command is added here."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from clipless.app.cli import COMMANDS, EXIT_CODES, app
+from commanding import Done, run_main
+
+TABLE = "age,job,paid\n" + "".join(f"{20 + i},{'cook' if i % 3 else 'clerk'},{i % 2}\n" for i in range(40))
+QUICK = ["--model", "linear", "--epochs", "1", "--batch-size", "256", "--accountant", "rdp"]
+BENCH = ["--models", "tabular", "--quick", "--rounds", "1", "--no-memory", "--no-opacus", "--scaling", "none"]
+BENCH += ["--clippings", "auto-s", "--warm-up", "1"]
+
+# A right use, and what it prints on stdout.
+RIGHT: dict[str, tuple[list[str], str]] = {
+    "train": (QUICK, "test accuracy (not private)"),
+    "schema": (["table.csv", "--target", "paid"], 'categories = ["0", "1"]'),
+    "budget": (["--noise-multiplier", "1", "--sample-rate", "0.1", "--steps", "10", "--delta", "1e-5"], "epsilon"),
+    "check": (["--model", "linear"], "sound"),
+    "audit": ([*QUICK, "--games", "step", "--releases", "100"], "nothing speaks against the claim"),
+    "bench": (BENCH, "Time of a training step"),
+    "tune": (["--try", "lr=0.1,0.2", "--model", "linear", "--epochs", "1", "--dry-run"], "candidates"),
+    "compare": ([*QUICK, "--clippings", "auto-s", "--seeds", "1"], "auto-s is the only private one"),
+    "report": (["run"], "12 of 12"),
+    "reproduce": (["--list"], "auto-fashion"),
+}
+
+# Wrong uses, and what each prints on stderr.
+WRONG: dict[str, list[tuple[list[str], str]]] = {
+    "train": [
+        (["--epsilonn", "3"], "No such option: --epsilonn. Did you mean --epsilon? See:  clipless train --help"),
+        (["--epsilon", "three"], "Invalid value for '--epsilon'"),
+        (["--data", "digit"], "unknown data set 'digit': did you mean 'digits'?"),
+        (["--model", "liner"], "unknown model 'liner': did you mean 'linear'?"),
+        (["--clipping", "atuo-s"], "unknown clipping 'atuo-s': did you mean 'auto-s'?"),
+        (["--clipping", "dc-p(percentil=0.3)"], "unknown parameter of dc-p 'percentil': did you mean 'percentile'?"),
+        (["--optimizer", "adm"], "unknown optimizer 'adm': did you mean 'adam'?"),
+        (["--accountant", "plt"], "unknown accountant 'plt': did you mean 'pld'?"),
+        (["--data", "table.csv"], "Give --target, one of: age, job, paid."),
+        (["--data", "table.csv", "--target", "pay"], "did you mean 'paid'?"),
+        (["--config", "none.toml"], "cannot read the configuration none.toml"),
+    ],
+    "schema": [(["none.csv"], "none.csv cannot be read"), (["table.csv", "--target", "pay"], "did you mean 'paid'?")],
+    "budget": [(["--epsilon", "1"], "Give --dataset-size and --batch-size, or --sample-rate.")],
+    "check": [(["--model", "cnnn"], "unknown model 'cnnn': did you mean 'cnn'?"), ([], "Missing option '--model'")],
+    "audit": [
+        (["--clipping", "dc-p(percentil=0.3)"], "did you mean 'percentile'?"),
+        (["--clipping", "schedule(0.5 abadi, 0.5 auto-s)"], "audit one phase at a time"),
+        (["--games", "stepp"], "unknown game 'stepp': did you mean 'step'?"),
+    ],
+    "bench": [(["--models", "tabulr"], "did you mean 'tabular'?")],
+    "tune": [
+        ([], "there is nothing to try: give --try lr=0.05,0.1"),
+        (["--try", "learning=1"], "unknown setting 'learning'"),
+        (["--try", "clipping.percentil=0.1", "--clipping", "dc-p"], "did you mean 'percentile'?"),
+    ],
+    "compare": [(["--clippings", "auto-s,abaadi"], "unknown clipping 'abaadi': did you mean 'abadi'?")],
+    "report": [([], "Missing argument 'RUN...'"), (["nowhere"], "cannot read")],
+    "reproduce": [(["auto-fashon"], "did you mean 'auto-fashion'?"), ([], "nothing to reproduce: give one of")],
+}
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    arguments = ["train", *QUICK, "--epochs", "2", "--json", "--out", str(folder)]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, run_folder: Path) -> Path:
+    (tmp_path / "table.csv").write_text(TABLE)
+    (tmp_path / "run").symlink_to(run_folder)
+    return tmp_path
+
+
+def shown(done: Done) -> str:
+    return " ".join((done.stdout + done.stderr).split())
+
+
+def test_every_command_is_here() -> None:
+    assert set(RIGHT) == set(WRONG) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_the_options_of_all_commands(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run_main([command, "--help"], tmp_path, capsys)
+    assert done.returncode == 0
+    assert f"Example: {COMMANDS[command].example}" in shown(done)
+    assert COMMANDS[command].example.startswith(f"clipless {command} ")
+    for option in ("--json", "--quiet", "--debug"):
+        assert option in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_right_use(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, expected = RIGHT[command]
+    done = run_main([command, *arguments, "--quiet"], folder, capsys)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_is_all_of_stdout(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_main([command, *RIGHT[command][0], "--json"], folder, capsys)
+    assert done.returncode == 0, done.stderr
+    assert isinstance(json.loads(done.stdout), dict)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [(command, *case) for command, cases in WRONG.items() for case in cases],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_a_wrong_use_is_two_lines_with_the_remedy(
+    command: str, arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run_main([command, *arguments], folder, capsys)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: ")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) <= 2
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_command_gets_the_nearest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_main(["trian"], tmp_path, capsys)
+    assert done.returncode == 2
+    assert done.stderr == "Error: No such command 'trian'. Did you mean 'train'? See:  clipless --help\n"
+
+
+def test_debug_shows_where_an_error_was_raised(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_main(["train", "--data", "digit", "--debug"], folder, capsys)
+    assert done.returncode == 2
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("Error: unknown data set 'digit'")
+
+
+def test_an_error_in_the_users_code_says_where(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "my_net.py").write_text("def build(shape, classes):\n    raise KeyError('width')\n")
+    done = run_main(["train", "--model", "my_net:build"], folder, capsys)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: KeyError in my_net.py, line 2: 'width'")
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_exit_codes_are_in_the_help_of_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    help_text = shown(run_main(["--help"], tmp_path, capsys)).replace("│ │ ", "")
+    for code, meaning in EXIT_CODES.items():
+        assert f"{code} {meaning}" in help_text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("clipless tr", {"train"}),
+        ("clipless train --eps", {"--epsilon"}),
+        ("clipless train --clipping dc", {"dc-p", "dc-e"}),
+        ("clipless report --ht", {"--html"}),
+    ],
+)
+def test_the_shell_completes_commands_options_and_names(words: str, expected: set[str]) -> None:
+    environment = {
+        "_CLIPLESS_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    found = CliRunner().invoke(app, [], prog_name="clipless", env={**os.environ, **environment})
+    assert set(re.split(r"\s+", found.stdout.strip())) == expected
