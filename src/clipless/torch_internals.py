@@ -5,6 +5,7 @@ is left out, and what needs it does without. Internals of FSDP2 are in distribut
 import. `_parameters`, `_buffers`, `_modules` and `_version`, which torch has always had, are used where they are needed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, mayb
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
 from torch.utils import _pytree as pytree
 
@@ -27,6 +29,7 @@ __all__ = [
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "SpectralNorm",
+    "active_wrapper",
     "current_graph_task",
     "execution_engine",
     "get_eval_frame_callback",
@@ -46,6 +49,8 @@ execution_engine: Any = torch.autograd.Variable._execution_engine
 # Contexts in which tensor subclasses are plain tensors, and in which torch functions are not overridden by modes either.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 DisableTorchFunction = torch._C.DisableTorchFunction
+# The DistributedDataParallel whose forward pass is running, or None.
+active_wrapper: Callable[[], Any] = DistributedDataParallel._get_active_ddp_module
 get_mkldnn_enabled, set_mkldnn_enabled = torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled
 # The functions that nn.LSTM, nn.GRU and nn.RNN call.
 RECURRENT_KERNELS: Any = torch._VF

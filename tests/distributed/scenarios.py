@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from shared_run import SIZE, backward, begin, dataset, network, released, steps
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
@@ -78,7 +80,7 @@ def one_world(group: Any, folder: Path) -> dict[str, Any]:
         "plain again": plain_after(ddp(), group),
         "alone": released(seed=rank, group=False),
         "without a record": [unnoised(without, group) for without in (None, 0, SIZE - 1)],
-        "refused": refusals(rank, group),
+        "refused": refusals(rank, group) | wrapped_later(group),
         "failures": failures(rank, group),
         "left": left_behind(rank, group, folder),
     }
@@ -149,6 +151,34 @@ def refusals(rank: int, group: Any) -> dict[str, str]:
         "static graph": tried(ddp(static_graph=True)),
         "alone and wrapped": tried(ddp(), group=False),
         "afterwards": tried(),
+    }
+
+
+def wrapped_later(group: Any) -> dict[str, str]:
+    """The model is put into something else after make_private, or make_private is given what is inside."""
+
+    def tried(wrap: Callable[[nn.Module], nn.Module], inner: bool = False, **changes: Any) -> str:
+        model = network()
+        outer = wrap(model) if inner else None
+        _, optimizer, private = begin(model, **({"group": group} | changes))
+        try:
+            return refused(lambda: next(steps(outer or wrap(model), optimizer, private)))
+        finally:
+            private.detach()
+
+    def ddp(model: nn.Module, **options: Any) -> nn.Module:
+        return DistributedDataParallel(model, process_group=group, **options)
+
+    def shard(model: nn.Module) -> nn.Module:
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        return model
+
+    return {
+        "wrapped later": tried(ddp),
+        "unused parameters": tried(lambda model: ddp(model, find_unused_parameters=True)),
+        "given what is inside": tried(ddp, inner=True),
+        "alone and wrapped later": tried(ddp, group=False),
+        "sharded later": tried(shard),
     }
 
 

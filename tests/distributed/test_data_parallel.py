@@ -145,6 +145,11 @@ REFUSED = {
     "inside": r"module '0' is wrapped in DistributedDataParallel.*wrap the whole model, or nothing",
     "static graph": r"Misuse: DistributedDataParallel with static_graph",
     "alone and wrapped": r"Misuse: .*group=False says that this process trains alone",
+    "wrapped later": r"Misuse: the model runs in a DistributedDataParallel that make_private was not given",
+    "unused parameters": r"Misuse: the model runs in a DistributedDataParallel that make_private was not given",
+    "given what is inside": r"Misuse: the model runs in a DistributedDataParallel that make_private was not given",
+    "alone and wrapped later": r"Misuse: the model runs in a DistributedDataParallel that make_private was not given",
+    "sharded later": r"Misuse: module .* got another child or parameter after make_private",
     "afterwards": r"not refused",
 }
 
