@@ -25,7 +25,9 @@ def test_what_a_version_lacks_is_named_with_the_versions_that_have_it(name: str)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
-    assert last.startswith("clipless.errors.MissingLibrary: clipless works with torch 2.6 to 2.15, and this is torch "), last
+    assert last.startswith(
+        "clipless.errors.MissingLibrary: clipless works with torch 2.6 to 2.15, and this is torch "
+    ), last
     assert torch.__version__ in last
     assert f"'{name}'" in last
     assert "pip install 'torch>=2.6'" in last

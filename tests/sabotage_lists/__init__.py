@@ -1,7 +1,20 @@
 """Sabotages of the source that the tests must catch, by the room that they are in."""
 
-from sabotage_lists import accounting, capture, checks, jax, ledger, noise, policies, processes, reports, sampling, sums
+from sabotage_lists import (
+    accounting,
+    capture,
+    checks,
+    jax,
+    ledger,
+    lightning,
+    noise,
+    policies,
+    processes,
+    reports,
+    sampling,
+    sums,
+)
 from sabotage_lists.one import Sabotage
 
-ROOMS = (noise, sums, policies, accounting, ledger, sampling, checks, capture, processes, reports, jax)
+ROOMS = (noise, sums, policies, accounting, ledger, sampling, checks, capture, processes, reports, jax, lightning)
 SABOTAGES: tuple[Sabotage, ...] = tuple(sabotage for room in ROOMS for sabotage in room.SABOTAGES)
