@@ -237,7 +237,7 @@ def test_no_part_of_a_batch_comes_twice() -> None:
 
 def test_without_an_open_batch_there_is_nothing_to_hand_out_again() -> None:
     model, optimizer, private = fresh()
-    with pytest.raises(Misuse, match=r"no batch to hand out again.*go on with private\.loader"):
+    with pytest.raises(Misuse, match=r"no batch to hand out again.*go on with the loader"):
         private.loader.again()
     backward(model, next(iter(private.loader)))
     optimizer.step()

@@ -128,8 +128,8 @@ class Private(SavedRun):
         ranks: Alone | Ranks,
         idle: Idle,
     ) -> None:
-        super().__init__(model, optimizer, plan, source, ranks, shards_of(model, ranks))
-        self._idle, self._allow_overspend = idle, allow_overspend
+        super().__init__(model, optimizer, plan, source, allow_overspend, ranks, shards_of(model, ranks))
+        self._idle = idle
         self._guard = Guard(model, optimizer, None if group is None and ranks.size == 1 else False)
         self._statistic: Tensor | None = None
         observe, shards = self._observe if plan.releases_statistics else None, self._shards
@@ -175,15 +175,6 @@ class Private(SavedRun):
 
     # What the loader announces.
 
-    def steps_left(self) -> int | None:
-        """Steps until the budget is spent, None if overspending is allowed; raises `BudgetSpent` if there are none."""
-        if self._allow_overspend:
-            return None
-        left = self.plan.steps - self.steps_taken
-        if left <= 0:
-            raise refusals.budget_spent(self.plan.steps, self.spent())
-        return left
-
     def refuse_unstepped(self) -> None:
         """Raises if the last batch has not been stepped."""
         if self._batch is not None:
@@ -193,12 +184,6 @@ class Private(SavedRun):
         """A new logical batch begins; the last one was stepped."""
         self._guard.before_batch(batch, self.plan, first=not self.ledger.steps)
         self._batch = batch if self._handles else None
-
-    def reopen_batch(self) -> None:
-        """Start the open batch over."""
-        if self._batch is None:
-            raise Misuse("there is no batch to hand out again: the last one was stepped, so go on with private.loader.")
-        self._begin(self._batch)
 
     def _begin(self, batch: Batch | None) -> None:
         """Forget all sums. The next ones are of this batch, or of none."""

@@ -1,11 +1,13 @@
 """What changes from step to step in a private run, in whatever library the gradients are computed."""
 
+from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor
 
 from clipless import refusals
 from clipless.accounting import Ledger, Spent, StepEvent
+from clipless.errors import Misuse
 from clipless.noise import NoiseSource
 from clipless.phases import Phase
 from clipless.plan import PrivacyPlan
@@ -22,8 +24,8 @@ class RunState(refusals.Uncopyable):
 
     loader: PrivateLoader
 
-    def __init__(self, plan: PrivacyPlan, source: NoiseSource) -> None:
-        self.plan = plan
+    def __init__(self, plan: PrivacyPlan, source: NoiseSource, allow_overspend: bool) -> None:
+        self.plan, self._allow_overspend = plan, allow_overspend
         self.ledger = Ledger()
         self.history = History()
         self._source = source
@@ -61,6 +63,32 @@ class RunState(refusals.Uncopyable):
             return None
         (noised,) = self._source.release("statistic", step, [statistic], [self._phase.statistic_multiplier])
         return noised
+
+    # What the loader announces, whatever the library.
+
+    @property
+    @abstractmethod
+    def steps_taken(self) -> int:
+        """Steps that led to the present weights."""
+
+    @abstractmethod
+    def _begin(self, batch: Batch | None) -> None:
+        """Forget all sums. The next ones are of this batch, or of none."""
+
+    def steps_left(self) -> int | None:
+        """Steps until the budget is spent, None if overspending is allowed; raises `BudgetSpent` if there are none."""
+        if self._allow_overspend:
+            return None
+        left = self.plan.steps - self.steps_taken
+        if left <= 0:
+            raise refusals.budget_spent(self.plan.steps, self.spent())
+        return left
+
+    def reopen_batch(self) -> None:
+        """Start the open batch over."""
+        if self._batch is None:
+            raise Misuse("there is no batch to hand out again: the last one was stepped, so go on with the loader.")
+        self._begin(self._batch)
 
     @property
     def epochs(self) -> int:

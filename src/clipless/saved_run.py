@@ -42,10 +42,11 @@ class SavedRun(RunState):
         optimizer: Optimizer,
         plan: PrivacyPlan,
         source: NoiseSource,
+        allow_overspend: bool,
         ranks: Alone | Ranks,
         shards: "Sharded | None",
     ) -> None:
-        super().__init__(plan, source)
+        super().__init__(plan, source, allow_overspend)
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
         self._shards = shards
         self._journal: Journal | FollowedJournal | None = None

@@ -1,22 +1,48 @@
 """Everything that clipless takes from torch beyond its public interface, in one file: what to look at for another version.
 
-Names are torch's own objects, not wrappers: a private step calls some of them for every layer. What a version does not have
-is left out, and what needs it does without. Internals of FSDP2 are in distributed/shards.py, which only sharded models
-import. `_parameters`, `_buffers`, `_modules` and `_version`, which torch has always had, are used where they are needed.
+Names are torch's own objects, not wrappers: a private step calls some of them for every layer. A version of torch without
+one that is needed is refused when clipless is first used. Internals of FSDP2 are in distributed/shards.py, which only
+sharded models import. `_parameters`, `_buffers`, `_modules` and `_version`, which torch has always had, are used where they
+are needed.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
-from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
-from torch.nn.modules.dropout import _DropoutNd as AnyDropout
-from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
-from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
-from torch.utils import _pytree as pytree
+from torch.nn.parallel import DistributedDataParallel
+
+from clipless.errors import MissingLibrary
+
+try:
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
+    from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+    from torch.nn.modules.dropout import _DropoutNd as AnyDropout
+    from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
+    from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
+    from torch.utils import _pytree as pytree
+
+    # The number of the backward pass that is running in this thread; -1 outside of one.
+    current_graph_task = torch._C._current_graph_task_id
+    # `queue_callback`: called when the running backward pass ends.
+    execution_engine: Any = torch.autograd.Variable._execution_engine
+    # Contexts in which tensor subclasses are plain tensors, and in which torch functions are not overridden by modes either.
+    DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+    DisableTorchFunction = torch._C.DisableTorchFunction
+    # The DistributedDataParallel whose forward pass is running, or None.
+    active_wrapper: Callable[[], Any] = DistributedDataParallel._get_active_ddp_module
+    get_mkldnn_enabled, set_mkldnn_enabled = torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled
+    # The functions that nn.LSTM, nn.GRU and nn.RNN call.
+    RECURRENT_KERNELS: Any = torch._VF
+except (ImportError, AttributeError) as error:
+    raise MissingLibrary(
+        f"clipless works with torch 2.6 to 2.15, and this is torch {torch.__version__}, which lacks what it needs ({error}): "
+        "install one of these, pip install 'torch>=2.6'."
+    ) from error
 
 __all__ = [
     "GROUPED_PRODUCTS",
@@ -27,11 +53,13 @@ __all__ = [
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "SpectralNorm",
+    "active_wrapper",
     "current_graph_task",
     "execution_engine",
     "get_eval_frame_callback",
     "get_mkldnn_enabled",
     "get_unwrapped",
+    "instance_norm_writes",
     "is_compiled",
     "is_functorch_wrapped_tensor",
     "maybe_current_level",
@@ -39,16 +67,6 @@ __all__ = [
     "set_mkldnn_enabled",
 ]
 
-# The number of the backward pass that is running in this thread; -1 outside of one.
-current_graph_task = torch._C._current_graph_task_id
-# `queue_callback`: called when the running backward pass ends.
-execution_engine: Any = torch.autograd.Variable._execution_engine
-# Contexts in which tensor subclasses are plain tensors, and in which torch functions are not overridden by modes either.
-DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-DisableTorchFunction = torch._C.DisableTorchFunction
-get_mkldnn_enabled, set_mkldnn_enabled = torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled
-# The functions that nn.LSTM, nn.GRU and nn.RNN call.
-RECURRENT_KERNELS: Any = torch._VF
 # Products of many matrices at a time, for mixtures of experts. torch has had them since 2.8, in public since 2.10.
 GROUPED_PRODUCTS = {
     found for found in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if found is not None
@@ -59,3 +77,12 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether the module was compiled by torch.compile, or by its own `compile`."""
     wrapped = type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
     return wrapped or module._compiled_call_impl is not None
+
+
+@cache
+def instance_norm_writes() -> bool:
+    """Whether InstanceNorm writes its running statistics in eval mode too, as in torch 2.6: there they become their own mean
+    over the records, which is rounded and so depends on how many there are."""
+    mean, variance = torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")
+    F.instance_norm(torch.zeros(1, 1, 2, device="cpu"), mean, variance, use_input_stats=False)
+    return mean._version > 0

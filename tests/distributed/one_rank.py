@@ -27,7 +27,7 @@ def main(name: str, folder: Path, timeout: float) -> None:
     )
     scenario: Callable[[Path], Any] = (vars(scenarios) | vars(sharded_scenarios) | vars(world_scenarios))[name]
     torch.save(scenario(folder), folder / f"{rank}.pt")
-    os._exit(0)  # a group that has lost a rank cannot be left in good order
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared_run import SIZE, backward, begin, dataset, network, released, steps
+from open_runs import OPEN, gone_on, left_open
+from shared_run import SIZE, backward, begin, dataset, network, refused, released, steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
+from wrapping import wrapped_later
 
 import clipless
 from clipless.clipping import CLIPPINGS
@@ -31,15 +33,6 @@ def case(name: str, groups: str, **changes: Any) -> dict[str, Any]:
     make: Any = getattr(clipless, "global_" if name == "global" else name.replace("-", "_"))
     options = {"cutoff": 5.0} if name == "global" else {}  # a cutoff that keeps some records
     return released(micro=micro, clipping=make(groups=groups, **options), **changes)
-
-
-def refused(work: Callable[[], Any]) -> str:
-    """The refusal that the work meets, with its type."""
-    try:
-        work()
-    except clipless.CliplessError as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
 
 
 def everything(folder: Path) -> dict[Any, Any]:
@@ -59,6 +52,8 @@ def everything(folder: Path) -> dict[Any, Any]:
     said["hanging"] = hanging()
     torch.save(said, folder / f"{dist.get_rank()}.pt")
     pair, dying = dist.get_rank() // 2, dist.get_rank() % 2 == 1
+    for lost in (0, 1):
+        left_open(folder / OPEN[pair], pairs[pair], lost)
     return said | {"killed": killed(folder, pairs[pair], dying, ("recording", "add_up")[pair])}
 
 
@@ -78,7 +73,7 @@ def one_world(group: Any, folder: Path) -> dict[str, Any]:
         "plain again": plain_after(ddp(), group),
         "alone": released(seed=rank, group=False),
         "without a record": [unnoised(without, group) for without in (None, 0, SIZE - 1)],
-        "refused": refusals(rank, group),
+        "refused": refusals(rank, group) | wrapped_later(group),
         "failures": failures(rank, group),
         "left": left_behind(rank, group, folder),
     }
@@ -264,22 +259,26 @@ def begin_dropout(group: Any = None, rank: int | None = None) -> tuple[nn.Module
 
 
 def resumed(folder: Path) -> dict[str, Any]:
-    """Two ranks go on with runs that were interrupted: of two ranks, with a step to repeat, and of one process."""
-    rank, said = dist.get_rank(), dict[str, Any]()
+    """Three ranks go on with runs of two; then two of them with runs that were interrupted: of two ranks, with a step to
+    repeat, and of one process."""
+    rank, said = dist.get_rank(), {kind: gone_on(folder / "three" / kind) for kind in OPEN}
+    pair = dist.new_group([0, 1])
+    if rank > 1:
+        return said
     for name in ("recording", "add_up"):
-        model, optimizer, private = begin_dropout()
+        model, optimizer, private = begin_dropout(pair)
         torch.manual_seed(5)
         extra = private.load_checkpoint(folder / f"{name}.pt")
         counts = [private.steps_taken, private.ledger.steps]
         gradients = list(steps(model, optimizer, private))
         said[name] = {"extra": extra, "counts": counts, "gradients": gradients, "spent": private.spent().steps}
         private.detach()
-    said["interrupted"] = interrupted(folder, rank)
-    model, optimizer, private = begin_dropout()
+    said["interrupted"] = interrupted(folder, pair)
+    model, optimizer, private = begin_dropout(pair)
     private.load_checkpoint(folder / "alone.pt")
     said["of one process"] = [private.steps_taken, len(list(steps(model, optimizer, private)))]
     private.detach()
-    model, optimizer, private = begin_dropout()
+    model, optimizer, private = begin_dropout(pair)
     said["other file"] = refused(lambda: private.load_checkpoint(folder / ("alone.pt" if rank else "recording.pt")))
     said["missing on one"] = refused(lambda: private.load_checkpoint(folder / ("none.pt" if rank else "alone.pt")))
     said["nothing changed"] = private.ledger.steps
@@ -287,7 +286,7 @@ def resumed(folder: Path) -> dict[str, Any]:
     said["reseeded"] = [private.steps_taken, private.ledger.steps]
     said["new keys"] = private.state_dict()["noise"]
     private.detach()
-    model, optimizer, private = begin_dropout()
+    model, optimizer, private = begin_dropout(pair)
     private.save_to(folder / "last.jsonl")
     for number, _ in enumerate(steps(model, optimizer, private)):
         if number == 2:
@@ -297,9 +296,9 @@ def resumed(folder: Path) -> dict[str, Any]:
     return said
 
 
-def interrupted(folder: Path, rank: int) -> dict[str, Any]:
+def interrupted(folder: Path, pair: Any) -> dict[str, Any]:
     """A run of six steps with a checkpoint after the second; then again from there, and with one rank of the two killed."""
-    model, optimizer, private = begin_dropout()
+    model, optimizer, private = begin_dropout(pair)
     private.save_to(folder / "third.jsonl")
     whole = []
     for number, gradient in enumerate(steps(model, optimizer, private)):
@@ -309,7 +308,7 @@ def interrupted(folder: Path, rank: int) -> dict[str, Any]:
         if number == 4:
             break
     private.detach()
-    model, optimizer, private = begin_dropout()
+    model, optimizer, private = begin_dropout(pair)
     private.load_checkpoint(folder / "third.pt")
     pending = private.ledger.steps - private.steps_taken
     again = list(steps(model, optimizer, private))
@@ -321,7 +320,7 @@ def interrupted(folder: Path, rank: int) -> dict[str, Any]:
         "left": private.ledger_file,
     }
     private.detach()
-    model, optimizer, private = begin_dropout()
+    model, optimizer, private = begin_dropout(pair)
     private.load_checkpoint(folder / "third.pt")
     torch.manual_seed(9)  # another dropout mask: the repeated step would not be the recorded one
     said["differs"] = refused(lambda: next(steps(model, optimizer, private)))

@@ -1,6 +1,6 @@
 """A small run that any number of processes can train together, and what it releases."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -76,3 +76,12 @@ def released(model: nn.Module | None = None, micro: int | None = None, **changes
     }
     private.detach()
     return said
+
+
+def refused(work: Callable[[], Any]) -> str:
+    """The refusal that the work meets, with its type."""
+    try:
+        work()
+    except clipless.CliplessError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"

@@ -2,12 +2,14 @@
 
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import scenarios
 import torch
+from open_runs import OPEN, gone_on
 from scenarios import CASES, WORLDS
 from shared_run import BATCH, SIZE, released, steps
 from torch import Tensor
@@ -145,6 +147,11 @@ REFUSED = {
     "inside": r"module '0' is wrapped in DistributedDataParallel.*wrap the whole model, or nothing",
     "static graph": r"Misuse: DistributedDataParallel with static_graph",
     "alone and wrapped": r"Misuse: .*group=False says that this process trains alone",
+    "wrapped later": r"Misuse: the model runs in a DistributedDataParallel that make_private was not given",
+    "unused parameters": r"Misuse: the model runs in a DistributedDataParallel that make_private was not given",
+    "given what is inside": r"Misuse: the model runs in a DistributedDataParallel that make_private was not given",
+    "alone and wrapped later": r"Misuse: the model runs in a DistributedDataParallel that make_private was not given",
+    "sharded later": r"Misuse: module .* got another child or parameter after make_private",
     "afterwards": r"not refused",
 }
 
@@ -235,23 +242,55 @@ def resumed(folder: Path, ranks: Any) -> list[dict[str, Any]]:
             private.save_checkpoint(folder / "alone.pt")
             break
     private.detach()
-    return world("resumed", 2, folder)
+    for ranks_now in ("one", "three"):
+        for kind in OPEN:
+            shutil.copytree(folder / kind, folder / ranks_now / kind)
+    return world("resumed", 3, folder)
+
+
+@pytest.mark.parametrize("kind", OPEN)
+@pytest.mark.parametrize("ranks_now", ["one", "three"])
+def test_a_run_of_two_ranks_that_were_killed_goes_on_with_another_number(
+    resumed: Any, folder: Path, kind: str, ranks_now: str
+) -> None:
+    """If no step was lost, as if nothing had happened. A lost step is repeated only if it is the same to the last bit, which
+    shards of another size never are; given up, it stays counted."""
+    found = [rank[kind] for rank in resumed] if ranks_now == "three" else [gone_on(folder / ranks_now / kind)]
+    alone = released(steps=6)
+    for rank in found:
+        assert rank["begun"] == 3
+        assert len(rank["gradients"]) == 3
+        assert rank["steps"] == 6
+        for step in range(3):
+            assert distance(rank["gradients"][step], alone["gradients"][3 + step]) < 1e-6
+        assert distance(rank["weights"], alone["weights"]) < 1e-6
+        assert rank["repeated"].startswith(("ReplayDiffers", "RankFailed", *(["not refused"] * (kind == "whole"))))
+        assert rank["given up"] in ([3, 3, 6], [4, 2, 6])
+    assert len(found) == {"one": 1, "three": 3}[ranks_now]
+    for lost in (0, 1):
+        assert read_ledger(folder / ranks_now / kind / f"{lost}.jsonl").ledger().steps == 6
+
+
+@pytest.fixture(scope="module")
+def again(resumed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the two of them said that went on with runs of two."""
+    return resumed[:2]
 
 
 @pytest.mark.parametrize("name", ["recording", "add_up"])
-def test_a_run_that_lost_a_rank_goes_on(resumed: Any, folder: Path, name: str) -> None:
+def test_a_run_that_lost_a_rank_goes_on(again: Any, folder: Path, name: str) -> None:
     """From its first checkpoint: recorded steps are repeated at no cost, and each must be what was recorded."""
     done = 2 if name == "recording" else 1
-    for rank in resumed:
+    for rank in again:
         assert rank[name]["extra"] == "begun"
         assert rank[name]["counts"] == [0, done]
         assert len(rank[name]["gradients"]) == rank[name]["spent"] == 6
-    assert equal(*(rank[name] for rank in resumed))
+    assert equal(*(rank[name] for rank in again))
     assert read_ledger(folder / f"{name}.jsonl").recorded().steps == 6
 
 
-def test_an_interrupted_run_is_repeated_bit_for_bit(resumed: Any) -> None:
-    for number, rank in enumerate(resumed):
+def test_an_interrupted_run_is_repeated_bit_for_bit(again: Any) -> None:
+    for number, rank in enumerate(again):
         said = rank["interrupted"]
         assert said["pending"] == 3
         assert equal(said["again"][:3], said["whole"][2:])
@@ -260,18 +299,18 @@ def test_an_interrupted_run_is_repeated_bit_for_bit(resumed: Any) -> None:
         assert (said["left"] is None) == (number > 0)
 
 
-def test_a_repeated_step_that_differs_is_shown_on_no_rank(resumed: Any) -> None:
-    first, second = (rank["interrupted"]["differs"] for rank in resumed)
+def test_a_repeated_step_that_differs_is_shown_on_no_rank(again: Any) -> None:
+    first, second = (rank["interrupted"]["differs"] for rank in again)
     assert first.startswith("ReplayDiffers")
     assert second.startswith("RankFailed: another rank could not go on at the release of step 3")
 
 
-def test_two_ranks_go_on_where_one_process_stopped(resumed: Any) -> None:
-    for rank in resumed:
+def test_two_ranks_go_on_where_one_process_stopped(again: Any) -> None:
+    for rank in again:
         assert rank["of one process"] == [2, 4]
 
 
-def test_one_process_goes_on_where_two_ranks_stopped(resumed: Any, folder: Path) -> None:
+def test_one_process_goes_on_where_two_ranks_stopped(again: Any, folder: Path) -> None:
     model, optimizer, private = scenarios.begin_dropout(rank=0)
     private.load_checkpoint(folder / "last.pt")
     assert private.steps_taken == private.ledger.steps == 3
@@ -279,9 +318,9 @@ def test_one_process_goes_on_where_two_ranks_stopped(resumed: Any, folder: Path)
     private.detach()
 
 
-def test_ranks_load_one_checkpoint_or_none(resumed: Any) -> None:
-    first, second = resumed
-    for rank in resumed:
+def test_ranks_load_one_checkpoint_or_none(again: Any) -> None:
+    first, second = again
+    for rank in again:
         assert "the ranks do not have the same at load_checkpoint" in rank["other file"]
         assert rank["nothing changed"] == 0
         assert rank["reseeded"] == [6, 6]

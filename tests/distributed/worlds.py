@@ -28,7 +28,7 @@ def finish(started: list[Child], folder: Path) -> list[Any]:
     """What every rank left, one that was killed as well."""
     try:
         for process in started:
-            process.wait(timeout=150)
+            process.wait(timeout=400)
     finally:
         for process in started:
             process.kill()

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = {"transformers", "accelerate", "datasets", "peft", "lightning", "opacus", "jax", "optax"}
+LIBRARIES = {"transformers", "accelerate", "datasets", "peft", "lightning", "opacus", "jax", "optax", "trl"}
 
 
 def test_the_package_loads_none_of_their_libraries() -> None:

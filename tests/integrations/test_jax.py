@@ -83,7 +83,7 @@ def test_one_record_moves_the_release_by_at_most_the_sensitivity(name: str) -> N
 def test_a_record_whose_data_are_not_finite_adds_nothing_to_any_group() -> None:
     x, y = (column.numpy().copy() for column in records(10))
     options = {"clipping": clipless.abadi(groups="per-parameter"), "batch_size": 10}
-    x[3] = math.inf
+    x[3, 0] = math.inf  # through tanh it is finite again: the gradients of the last layer are
     spoilt = released(run_of((x, y), **options)[0])
     others = np.arange(10) != 3
     x[3] = 0.0
@@ -221,6 +221,11 @@ def test_gradients_that_are_not_of_the_open_batch_are_refused() -> None:
     _, state = optimizer.update(None, state, params)
     with pytest.raises(Misuse, match="take one from loader"):
         optimizer.update(rows, state, params)
+    parts = next(iter(run.loader.microbatches(2)))
+    run.add(gradients(params, *next(parts)))  # the first part of several
+    with pytest.raises(Misuse, match="before all records of the batch were added"):
+        optimizer.update(None, state, params)
+    assert run.ledger.steps == 1
 
 
 def test_a_batch_that_is_dropped_is_refused_and_can_be_had_again() -> None:

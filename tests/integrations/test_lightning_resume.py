@@ -165,6 +165,9 @@ def test_a_run_that_has_ended_leaves_weights_without_keys(tmp_path: Path) -> Non
     assert "PrivateTraining" not in saved["callbacks"]
     assert all(torch.equal(saved["state_dict"][name], value) for name, value in module.state_dict().items())
     assert callback.spent().steps == 6
+    module.zero_grad()
+    module.training_step(next(iter(loader())), 0).backward()
+    assert all(p.grad is not None for p in module.parameters()), "an ordinary module again"
     with pytest.raises(clipless.Misuse, match="no private run"):
         train(tmp_path / "other", tmp_path / "late.ckpt")
 

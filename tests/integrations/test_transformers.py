@@ -57,6 +57,17 @@ def test_three_steps_are_those_of_the_plain_loop_bit_for_bit(name: str, tmp_path
     }
 
 
+def test_gradient_checkpointing_changes_no_bit(tmp_path: Path) -> None:
+    """Dropout included: against the plain private loop, which keeps all activations."""
+    problem = hf.PROBLEMS["bert"]
+    private = trainer(tmp_path, problem, settings={"gradient_checkpointing": True})
+    private.train()
+    assert private.model.is_gradient_checkpointing
+    expected = hf.plain_loop(problem)
+    assert same(hf.weights_of(private.model), expected.weights)
+    assert private.private.ledger.to_dict() == expected.private.ledger.to_dict()
+
+
 def test_epochs_schedulers_and_the_trainers_own_optimizer(tmp_path: Path) -> None:
     """Two passes of two steps; AdamW with its groups and a learning rate that falls, all made by the Trainer."""
     problem = hf.PROBLEMS["bert"]

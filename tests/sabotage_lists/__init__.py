@@ -6,6 +6,7 @@ from sabotage_lists import (
     checks,
     jax,
     ledger,
+    lightning,
     noise,
     own_data,
     policies,
@@ -16,5 +17,19 @@ from sabotage_lists import (
 )
 from sabotage_lists.one import Sabotage
 
-ROOMS = (noise, sums, policies, accounting, ledger, sampling, checks, capture, processes, reports, jax, own_data)
+ROOMS = (
+    noise,
+    sums,
+    policies,
+    accounting,
+    ledger,
+    sampling,
+    checks,
+    capture,
+    processes,
+    reports,
+    jax,
+    lightning,
+    own_data,
+)
 SABOTAGES: tuple[Sabotage, ...] = tuple(sabotage for room in ROOMS for sabotage in room.SABOTAGES)

@@ -205,4 +205,18 @@ SABOTAGES = (
         "            if parameter.requires_grad:\n",
         ("tests/test_private.py::test_gradients_are_hidden_until_step_sets_them", "tests/gradients/test_costs.py"),
     ),
+    Sabotage(
+        "statistics-that-old-torch-writes-in-eval-mode",
+        "gradients/capture/refusals.py",
+        "(module.training or instance_norm_writes())",
+        "module.training",
+        ("tests/test_torch_internals.py::test_instance_norm_that_writes_in_eval_mode_is_refused",),
+    ),
+    Sabotage(
+        "fused-attention-scales-otherwise",
+        "gradients/capture/attention.py",
+        "1 / math.sqrt(query.shape[-1]) if scale is None else scale",
+        "1 / math.sqrt(query.shape[-1])",
+        ("tests/gradients/capture/test_attention.py",),
+    ),
 )

@@ -2,7 +2,7 @@
 
 from sabotage_lists.one import Sabotage
 
-PRIVATE, GUARD, RANKS = "private.py", "stepping.py", "distributed/ranks.py"
+PRIVATE, STATE, GUARD, RANKS = "private.py", "run_state.py", "stepping.py", "distributed/ranks.py"
 RELEASING = "distributed/releasing.py"
 STEPPING, MISUSE, TESTS = "tests/test_stepping.py", "tests/test_misuse.py", "tests/test_private.py"
 PARALLEL, PROCESSES = "tests/distributed/test_data_parallel.py", "tests/test_processes.py"
@@ -51,15 +51,22 @@ SABOTAGES = (
         (f"{MISUSE}::test_step_without_its_backward_is_refused",),
     ),
     Sabotage(
+        "a-wrapper-that-make-private-does-not-know",
+        "gradients/capture/watch.py",
+        "if wrapper is not None and wrapper.require_backward_grad_sync:",
+        "if False:",
+        (f"{PARALLEL}::test_what_differs_is_refused_by_name[wrapped later]",),
+    ),
+    Sabotage(
         "budget-without-end",
-        PRIVATE,
+        STATE,
         "        if left <= 0:\n",
         "        if False:\n",
         (f"{TESTS}::test_nothing_is_released_after_the_budget_is_spent",),
     ),
     Sabotage(
         "one-step-more-than-planned",
-        PRIVATE,
+        STATE,
         "left = self.plan.steps - self.steps_taken",
         "left = self.plan.steps - self.steps_taken + 1",
         (f"{TESTS}::test_nothing_is_released_after_the_budget_is_spent",),

@@ -66,6 +66,31 @@ def multi_head_attention(
     return output, attention
 
 
+def attention_with_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What `F.scaled_dot_product_attention` computes, with the same random numbers on a processor: computed again for single
+    records, as a fused operation has to be, it would drop others. A query that may attend to nothing gets zeros."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        taken = attn_mask.logical_not() if attn_mask.dtype == torch.bool else attn_mask
+        scores = scores + _additive(taken, scores.dtype)
+    nothing = scores.isneginf().all(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+    return F.dropout(weights, dropout_p) @ value
+
+
 def _heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(2, (heads, -1)).permute(1, 2, 0, 3)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from clipless.errors import Misuse, UnsupportedModule
-from clipless.torch_internals import AnyBatchNorm, AnyInstanceNorm, is_compiled
+from clipless.torch_internals import AnyBatchNorm, AnyInstanceNorm, instance_norm_writes, is_compiled
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def _mixes_the_batch(module: AnyBatchNorm) -> bool:
 
 
 def _tracks_statistics(module: AnyInstanceNorm) -> bool:
-    return module.training and module.track_running_stats
+    return module.track_running_stats and (module.training or instance_norm_writes())
 
 
 def _rescales_rows(module: nn.Embedding | nn.EmbeddingBag) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from clipless.errors import UnsupportedModule
-from clipless.gradients.capture.attention import multi_head_attention
+from clipless.gradients.capture.attention import attention_with_dropout, multi_head_attention
 from clipless.gradients.capture.crossing import PLAIN, RECORDS, TRACED, Crossing
 from clipless.gradients.capture.roots import Root
 from clipless.gradients.capture.rows import Located
@@ -53,6 +53,8 @@ class Traced(Tensor):
         kwargs = kwargs or {}
         if func is nn.functional.multi_head_attention_forward:
             return multi_head_attention(*args, **kwargs)
+        if func is nn.functional.scaled_dot_product_attention and (*args[4:5], kwargs.get("dropout_p", 0.0))[0]:
+            return attention_with_dropout(*args, **kwargs)
         if func in _CASTS and isinstance(args[0], Traced):
             args, kwargs = _cast(args, kwargs)
         if func in _REPEATS and isinstance(args[0], Traced):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from clipless.errors import Misuse, UnsupportedModule
 from clipless.gradients.layers.rule import reweighted
-from clipless.torch_internals import SpectralNorm
+from clipless.torch_internals import SpectralNorm, active_wrapper
 
 _VERSION = attrgetter("_version")
 
@@ -138,7 +138,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class StructureWatch:
-    """Detects modules and parameters that are added to a model, and parameters that become trainable, after `open`."""
+    """Detects modules and parameters that are added to a model, parameters that become trainable, and a
+    DistributedDataParallel around it that was not paused, after `open`."""
 
     def __init__(self, model: nn.Module, sharded: bool = False) -> None:
         self._model, self._sharded = model, sharded
@@ -163,6 +164,12 @@ class StructureWatch:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise became_trainable(name)
+        wrapper = active_wrapper()
+        if wrapper is not None and wrapper.require_backward_grad_sync:
+            raise Misuse(
+                "the model runs in a DistributedDataParallel that make_private was not given, which would average gradients "
+                "by itself: wrap the model first and give make_private the wrapper, or train the model without it."
+            )
 
     def _contents_of(self, module: nn.Module) -> list[object]:
         """Its children and parameters. FSDP2 replaces sharded parameters by other objects while they are gathered, so only

@@ -97,8 +97,8 @@ class PrivateGradients(SavedGradients):
         source: NoiseSource,
         allow_overspend: bool,
     ) -> None:
-        super().__init__(plan, source)
-        self._parameters, self._fetch, self._allow_overspend = parameters, fetch, allow_overspend
+        super().__init__(plan, source, allow_overspend)
+        self._parameters, self._fetch = parameters, fetch
         self._groups = parameters.grouped(plan.groups)
         self._open: int | None  # records of the part whose gradients are awaited
         self._blocks: list[list[Tensor]]
@@ -114,15 +114,6 @@ class PrivateGradients(SavedGradients):
 
     # What the loader announces.
 
-    def steps_left(self) -> int | None:
-        """Steps until the budget is spent, None if overspending is allowed; raises `BudgetSpent` if there are none."""
-        if self._allow_overspend:
-            return None
-        left = self.plan.steps - self.steps_taken
-        if left <= 0:
-            raise refusals.budget_spent(self.plan.steps, self.spent())
-        return left
-
     def refuse_unstepped(self) -> None:
         """Raises if the last batch has not been stepped."""
         if self._batch is not None:
@@ -132,12 +123,6 @@ class PrivateGradients(SavedGradients):
         """A new batch begins; the last one was stepped."""
         self._refuse_ended()
         self._begin(batch)
-
-    def reopen_batch(self) -> None:
-        """Start the open batch over."""
-        if self._batch is None:
-            raise Misuse("there is no batch to hand out again: the last one was stepped, so go on with loader.")
-        self._begin(self._batch)
 
     def open_part(self, records: int) -> None:
         """Begin a micro-batch of so many records."""

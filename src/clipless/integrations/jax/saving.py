@@ -16,8 +16,8 @@ from clipless.runs.journal import Journal
 class SavedGradients(RunState):
     """A run that belongs to the process that began it, with or without a ledger file."""
 
-    def __init__(self, plan: PrivacyPlan, source: NoiseSource) -> None:
-        super().__init__(plan, source)
+    def __init__(self, plan: PrivacyPlan, source: NoiseSource, allow_overspend: bool) -> None:
+        super().__init__(plan, source, allow_overspend)
         self._owner, self._ended = os.getpid(), False
         self._journal: Journal | None = None
 
