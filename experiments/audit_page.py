@@ -10,7 +10,7 @@ audit attacks the code and gives a lower bound. A lower bound above the claim pr
 something is wrong. `clipless.auditing` runs such attacks through the public API, so the audited code is the code that
 trains.
 
-```
+```sh
 clipless audit --data digits --model linear --clipping auto-s --epsilon 3
 clipless audit --data path/to/mnist --model cnn --epsilon 8 --canaries 5000 --games one-run --draw audit.svg --out audit.json
 clipless audit --clipping dc-e --noise secure --json          # claimed_epsilon, lower_bound, confidence
