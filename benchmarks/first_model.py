@@ -1,7 +1,7 @@
 """Times the way from `git clone` to the first private model in an empty environment. It needs git and Python, nothing else.
 
-    python benchmarks/first_model.py --out benchmarks/results/first_model.json
-    python benchmarks/first_model.py --from benchmarks/results/first_model.json --page README.md
+python benchmarks/first_model.py --out benchmarks/results/first_model.json
+python benchmarks/first_model.py --from benchmarks/results/first_model.json --page README.md
 """
 
 import argparse
@@ -74,9 +74,11 @@ def sentence(found: dict[str, Any]) -> str:
     """The result in words."""
     seconds = found["seconds"]
     rest = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
+    busy = found["load_average"] - 1
+    shared = f", which were busy with other work as well (load average {found['load_average']})" if busy > 1 else ""
     return (
         f"From `git clone` to the first private model (digits, {found['epochs']} epochs, ε = {found['epsilon']:.3g}) in "
-        f"{sum(seconds.values()):.0f} seconds on {found['cores']} cores: {rest}. Packages came from a mirror nearby and not "
+        f"{sum(seconds.values()):.0f} seconds on {found['cores']} cores{shared}: {rest}. Packages came from a mirror nearby and not "
         f"from a cache; Python {found['python']}, {found['date']}."
     )
 

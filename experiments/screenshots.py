@@ -27,7 +27,10 @@ COMMANDS = {
     "budget": ("clipless budget --epsilon 3 --dataset-size 60000 --batch-size 2048 --epochs 40 --delta 1e-5", 0),
     "refused": ("clipless train --clipping auto", 2),
 }
-UNSEEN = ("clipless train --epochs 20 --clipping dc-p --out run-dc --json", "clipless report run run-dc --html report.html")
+UNSEEN = (
+    "clipless train --epochs 20 --clipping dc-p --out run-dc --json",
+    "clipless report run run-dc --html report.html",
+)
 # Width, height, colour scheme and place of each picture of the report.
 PAGES = {
     "report-wide": (1200, 1300, "light", ""),
@@ -62,7 +65,12 @@ def main() -> None:
 
 def run(command: str, folder: Path, code: int) -> str:
     """What the command prints, with colours and without animation."""
-    environment = os.environ | {"FORCE_COLOR": "1", "TTY_INTERACTIVE": "0", "COLUMNS": str(COLUMNS), "PYTHONWARNINGS": "error"}
+    environment = os.environ | {
+        "FORCE_COLOR": "1",
+        "TTY_INTERACTIVE": "0",
+        "COLUMNS": str(COLUMNS),
+        "PYTHONWARNINGS": "error",
+    }
     full = [sys.executable, "-m", *shlex.split(command)]
     done = subprocess.run(
         full, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
@@ -87,7 +95,9 @@ def browser() -> str | None:
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
-def browse(page: Path, *options: str, dark: bool = False, size: tuple[int, int] = (1400, 1600)) -> subprocess.CompletedProcess[str]:
+def browse(
+    page: Path, *options: str, dark: bool = False, size: tuple[int, int] = (1400, 1600)
+) -> subprocess.CompletedProcess[str]:
     """Open a page in the headless browser, with these options, and let its scripts run."""
     found = browser()
     if found is None:

@@ -6,6 +6,7 @@ from typing import Any
 import griffe
 
 EXAMPLE = re.compile(r"^>>> (?:.*\n?)+?(?=\n\n(?!>>>)|\Z)", flags=re.MULTILINE)
+PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 
 
 class Doctests(griffe.Extension):
@@ -17,9 +18,12 @@ class Doctests(griffe.Extension):
 
 
 def fenced(text: str) -> str:
-    """The text with every doctest in a fence.
+    """The text with every doctest in a fence, and links to pages.
 
     >>> fenced("Doubles.\\n\\n>>> 1 + 1\\n2").splitlines()
     ['Doubles.', '', '```pycon', '>>> 1 + 1', '2', '```']
+    >>> fenced("See docs/noise.md.")
+    'See [docs/noise.md](noise.md).'
     """
-    return EXAMPLE.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```", text)
+    linked = PAGE.sub(r"[docs/\1.md](\1.md)", text)
+    return EXAMPLE.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```", linked)

@@ -1,7 +1,11 @@
-"""Hooks of the documentation site: pages that a command has not written yet are left out of its navigation."""
+"""Hooks of the documentation site: pages that a command has not written yet are left out of its navigation, and no page may
+load anything from a network."""
 
+import re
 from pathlib import Path
 from typing import Any
+
+LOADED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 
 
 def on_config(config: Any) -> Any:
@@ -23,3 +27,11 @@ def existing(entry: Any, folder: Path) -> Any:
     else:
         kept = [left for inside in entry if (left := existing(inside, folder))]
     return kept or None
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """The page as it is. Raises if a reader's browser would ask another machine for a part of it."""
+    found = LOADED.findall(output)
+    if found:
+        raise RuntimeError(f"{page.file.src_uri} would load from a network: {', '.join(found)}")
+    return output

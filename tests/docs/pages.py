@@ -34,9 +34,10 @@ def links(path: Path) -> list[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a page's headings, as the site makes them."""
+    """The anchors of a page's headings, as the site makes them, and of what it shows of the interface."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return {slug(title) for title in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)}
+    shown = re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)
+    return {*shown, *(slug(title) for title in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE))}
 
 
 def slug(title: str) -> str:

@@ -1,7 +1,9 @@
 """Every block of code in the documentation and the README is run or parsed, and every link leads somewhere."""
 
+import json
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tomllib
@@ -208,3 +210,12 @@ def test_the_table_of_epsilons_is_true() -> None:
         true = (100 * most_probable(0.01, float(epsilon), 1e-5), 100 * right_guesses(float(epsilon), 1e-5))
         for text, value in zip(told, true, strict=True):
             assert 0 <= float(text) - value < 10 ** -len(text.partition(".")[2]), (epsilon, text, value)
+
+
+def test_the_table_of_clippings_is_that_of_the_stored_runs() -> None:
+    """`make figures` writes both."""
+    runs = json.loads((DOCS / "figures" / "clipping.json").read_text(encoding="utf-8"))["runs"]
+    table = (DOCS / "clipping.md").read_text(encoding="utf-8").partition("<!-- table -->")[2]
+    for name, found in runs.items():
+        percent = [100 * run["accuracy"] for run in found]
+        assert f"| {name} | {statistics.mean(percent):.1f} ± {statistics.stdev(percent):.1f} % |" in table
