@@ -1,17 +1,22 @@
 """Experiments: the configurations, a grid that goes on where it stopped, tables, figures and the page of results."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from clipless.accounting import StepEvent
+from clipless.accounting.selection import LiuTalwar
 from clipless.app.cli import app
 from clipless.app.data import DATA, load
 from clipless.app.models import MODELS, TEXT_MODELS
 from clipless.app.reproduce import experiment, results_page, running
+from clipless.app.reproduce.choosing import read as read_choice
 from clipless.app.reproduce.configuration import Configuration, configurations, parse
 from clipless.app.reproduce.pictures import PICTURES
 from clipless.app.reproduce.summary import interval, lines, markdown
@@ -169,7 +174,7 @@ def test_means_intervals_and_published_numbers_stand_side_by_side(small: Configu
 def test_results_table_and_figures_are_written(small: Configuration, folder: Path) -> None:
     result = experiment.written(small, folder, "png")
     stems = {Path(file).stem for file in result.figures}
-    assert stems == {f"small-{name}" for name in ("bars", "curves", "thresholds", "norms", "reliability")}
+    assert stems == {f"small-{name}" for name in ("bars", "curves", "thresholds", "norms", "errors", "reliability")}
     assert all(Path(file).read_bytes().startswith(b"\x89PNG") for file in result.figures)
     stored = json.loads((folder / experiment.RESULTS).read_text())
     assert stored["missing_runs"] == 0
@@ -288,3 +293,80 @@ def test_what_is_stored_is_shown_without_training(
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "kept" / "small.json").read_text())["missing_runs"] == 7
+
+
+CHOSEN = """
+title = "A threshold chosen privately"
+source = "no paper"
+data = "digits"
+seeds = 2
+
+[settings]
+model = "linear"
+epochs = 1
+batch_size = 300
+epsilon = 4.0
+accountant = "rdp"
+
+[[rows]]
+name = "Abadi"
+settings = { clipping = "abadi" }
+choose = { method = "liu-talwar", priced_as = 6, try = { "clipping.threshold" = [0.1, 1, 10] } }
+
+[quick]
+seeds = 1
+"""
+
+
+def test_a_row_whose_setting_is_chosen_pays_for_the_choice(tmp_path: Path) -> None:
+    chosen = parse("chosen", CHOSEN)
+    records = running.run_grid(chosen, tmp_path, lambda *_: None)
+    assert [one["candidate"]["clipping.threshold"] for one in records] == 2 * [0.1, 1, 10]
+    (noise,) = {one["plan"]["noise_multiplier"] for one in records}
+    plan, method = records[0]["plan"], LiuTalwar.covering(6)
+    run = ((StepEvent(plan["sample_rate"], noise), plan["steps"]),)
+    spent = method.epsilon([run] * 6, records[0]["delta"], "rdp")
+    assert 3.9 < spent <= 4.0  # of the choice; a single run has about a third
+    assert all(one["epsilons"]["rdp"] < 2 for one in records)
+    (line,) = lines(chosen, records)
+    assert line.epsilon == 4.0
+    assert line.epsilons == {}
+    assert len(line.scores) == 2
+    for seed, score in enumerate(line.scores):
+        own = [100 * one["score"] for one in records if one["settings"]["seed"] == seed]
+        rng = random.Random(seed)
+        drawn = [max(rng.choices(own, k=_geometric(rng, method.stop_probability))) for _ in range(4000)]
+        # Five standard errors of 4,000 draws: a false alarm in two million.
+        assert abs(score - fmean(drawn)) <= 5 * stdev(drawn) / 4000**0.5 + 1e-9
+
+
+def _geometric(rng: random.Random, stop: float) -> int:
+    count = 1
+    while rng.random() >= stop:
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('"clipping.threshold" = [0.1, 1, 10]', '"batch_size" = [100, 200]'), "differ in steps"),
+        (("priced_as = 6", "priced_as = 2"), "less than the candidates"),
+        (('"liu-talwar"', '"guessing"'), "guessing"),
+    ],
+)
+def test_a_choice_that_cannot_be_priced_is_refused(change: tuple[str, str], words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        parse("chosen", CHOSEN.replace(*change))
+
+
+def test_the_best_of_all_candidates_is_what_a_whole_grid_releases() -> None:
+    choice = read_choice({"method": "grid", "try": {"lr": [0.1, 0.2, 0.3]}})
+    assert choice is not None
+    assert choice.expected_score([0.5, 0.9, 0.7]) == 0.9
+
+
+def test_the_noise_cost_is_that_of_the_gradient_alone() -> None:
+    plan = {"noise_multiplier": 2.4, "statistic_multiplier": 4.0, "dimensions": [30, 20], "expected_batch": 10}
+    assert running.noise_cost(plan) == pytest.approx(9 * 50 / 100)  # 1/2.4^2 = 1/3^2 + 1/4^2
+    assert running.noise_cost(plan | {"statistic_multiplier": None}) == pytest.approx(2.4**2 * 50 / 100)

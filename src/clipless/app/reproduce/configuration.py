@@ -6,29 +6,36 @@ installed.
 
 import itertools
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
 
+from clipless.accounting.selection import RunShape
 from clipless.app import clippings
+from clipless.app.reproduce import choosing
+from clipless.app.reproduce.choosing import Choosing
 from clipless.app.training import TrainingSettings
-from clipless.app.tuning.candidates import flattened
+from clipless.app.tuning.candidates import flattened, shape_of
 from clipless.arguments import named
 from clipless.errors import InvalidArgument
 
 FOLDER = files("clipless.app.reproduce") / "configurations"
 NOT_FOR_PLAIN = ("epsilon", "accountant", "delta", "noise_multiplier", "unit_gradients")
 PER_CLIPPING = "clipping."
+ANY_SIZE = 1_000_000
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: a name and the settings that it has of its own. It may leave out parts of the grid."""
+    """One line of a table: a name and the settings that it has of its own. It may leave out parts of the grid, and have some
+    settings chosen privately.
+    """
 
     name: str
     settings: Mapping[str, Any]
     without: tuple[str, ...] = ()
+    choosing: Choosing | None = None
 
 
 @dataclass(frozen=True)
@@ -43,16 +50,21 @@ class Published:
 
 @dataclass(frozen=True)
 class GridRun:
-    """One run: a row at one point of the grid with one seed."""
+    """One run: a row at one point of the grid with one seed. With `choosing`, one of its candidates: the settings'
+    epsilon then is that of the whole choice.
+    """
 
     row: str
     point: Mapping[str, Any]
     settings: TrainingSettings
+    choosing: Choosing | None = None
+    candidate: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def stem(self) -> str:
         """The name of its file."""
-        words = [self.row, *(f"{key} {value}" for key, value in self.point.items()), f"seed {self.settings.seed}"]
+        place = {**self.point, **self.candidate, "seed": self.settings.seed}
+        words = [self.row, *(f"{key} {value}" for key, value in place.items())]
         return "-".join("".join(c if c.isalnum() or c in ".=" else "-" for c in word) for word in words).lower()
 
 
@@ -84,8 +96,9 @@ class Configuration:
         """All runs, one seed after the other, so that a grid cut short is cut short evenly."""
         found = []
         for seed in range(self.seeds if seeds is None else seeds):
-            for row in self.rows:
-                found += [GridRun(row.name, point, self._settings(row, point, seed)) for point in self._points(row)]
+            for row, point, candidate in self._places():
+                settings = self._settings(row, {**point, **candidate}, seed)
+                found.append(GridRun(row.name, point, settings, row.choosing, candidate))
         return found
 
     def quickly(self) -> "Configuration":
@@ -108,6 +121,12 @@ class Configuration:
             if one.row == row and all(point.get(key) == value for key, value in one.point.items()):
                 return one
         return None
+
+    def _places(self) -> Iterator[tuple[Row, dict[str, Any], dict[str, Any]]]:
+        for row in self.rows:
+            for point in self._points(row):
+                for candidate in [{}] if row.choosing is None else row.choosing.candidates():
+                    yield row, point, candidate
 
     def _points(self, row: Row) -> Iterator[dict[str, Any]]:
         plain = row.settings.get("clipping", self.settings.get("clipping")) == "none"
@@ -145,7 +164,8 @@ def parse(name: str, text: str) -> Configuration:
     try:
         content = tomllib.loads(text)
         rows = tuple(
-            Row(row["name"], row.get("settings", {}), tuple(row.get("without", ()))) for row in content.pop("rows")
+            Row(row["name"], row.get("settings", {}), tuple(row.get("without", ())), choosing.read(row.get("choose")))
+            for row in content.pop("rows")
         )
         published = tuple(
             Published(one.pop("row"), one.pop("value"), one.pop("interval", None), one)
@@ -156,6 +176,17 @@ def parse(name: str, text: str) -> Configuration:
         made = Configuration(id=name, rows=rows, published=published, grid=grid, measure=measure, **content)
         for cell in (*made.cells(), *made.quickly().cells()):
             assert not cell.settings.private or cell.settings.how  # or raises
+        _refuse_unlike(made.cells(1))
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"the configuration {name} cannot be read: {error}.") from error
     return made
+
+
+def _refuse_unlike(cells: Sequence[GridRun]) -> None:
+    """A choice is priced for runs that release alike: as many steps, of batches and noise schedules that are the same."""
+    shapes: dict[str, RunShape] = {}
+    for cell in cells:
+        if cell.choosing is not None:
+            shape = shape_of(cell.settings, ANY_SIZE)
+            if shapes.setdefault(f"{cell.row} {cell.point}", shape) != shape:
+                raise InvalidArgument(f"the candidates of {cell.row!r} differ in steps, batches or noise schedule")

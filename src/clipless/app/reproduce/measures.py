@@ -13,9 +13,11 @@ from clipless import reliability
 from clipless.app.data import Data
 from clipless.app.training import TASKS, TrainingProgress, TrainingSettings
 from clipless.gradients.clipped_sum import clipped_sum
+from clipless.thresholds.dc_e import expected_error
 
 SAMPLE = 512
 PART = 1024
+THRESHOLDS = np.logspace(-3, 2, 51)
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 BINS = 15
 
@@ -44,8 +46,8 @@ def confidence(model: nn.Module, data: Data) -> dict[str, Any]:
 class NormWatch:
     """Norms of the per-sample gradients of a fixed sample of training records, over training.
 
-    Not private: for public data only. `found` has for each look the step, quantiles of the norms, and the share of records
-    above the threshold.
+    Not private: for public data only. `found` has for each look the step, quantiles of the norms, the share of records
+    above the threshold, and the mean square of what clipping at each of `THRESHOLDS` would cut off.
     """
 
     data: Data
@@ -62,6 +64,7 @@ class NormWatch:
                 "threshold": threshold,
                 "quantiles": ordered.tolist(),
                 "above": float((norms > threshold).mean()),
+                "cut": expected_error(THRESHOLDS, np.ones_like(norms), norms, cost=0.0).tolist(),
                 "histogram": np.histogram(np.log10(norms + 1e-12), bins=40, range=(-4, 2))[0].tolist(),
             }
         )

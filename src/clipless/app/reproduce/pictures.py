@@ -8,6 +8,7 @@ import numpy as np
 from clipless.app.charts.drawing import COLOURS, MARKERS
 from clipless.app.reproduce.configuration import Configuration
 from clipless.app.reproduce.drawing import curve, dress, panels
+from clipless.app.reproduce.measures import THRESHOLDS
 from clipless.app.reproduce.summary import TableLine, metric_name
 
 NOTE = {"fontsize": 7, "color": "0.35"}
@@ -107,7 +108,7 @@ def thresholds(experiment: Configuration, found: Sequence[TableLine], records: S
 
 def norms(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
     """Quantiles of the per-sample norms over training, and the threshold; one panel for every run of the first seed."""
-    shown = [one for one in records if "norms" in (one.get("extra") or {}) and one["settings"]["seed"] == 0][:3]
+    shown = _with_norms(records)
     figure, all_axes = panels(len(shown))
     for axes, record in zip(all_axes, shown, strict=True):
         looks = record["extra"]["norms"]
@@ -120,6 +121,28 @@ def norms(experiment: Configuration, found: Sequence[TableLine], records: Sequen
         share = 100 * looks[-1]["above"]
         dress(axes, f"{record['row']}: {share:.0f} % above at the end", "step", "norm (not private)", "y")
     return figure
+
+
+def errors(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
+    """E(C), noise and what clipping cuts off, against C at the first, a middle and the last look of a run of the first seed;
+    a dot where the run's own threshold was.
+    """
+    shown = [one for one in _with_norms(records) if one["private"]]
+    figure, all_axes = panels(len(shown))
+    for axes, record in zip(all_axes, shown, strict=True):
+        looks = record["extra"]["norms"]
+        for number, look in enumerate((looks[0], looks[len(looks) // 2], looks[-1])):
+            error = record["noise_cost"] * THRESHOLDS**2 + np.array(look["cut"])
+            best = THRESHOLDS[error.argmin()]
+            curve(axes, number, THRESHOLDS, error, f"step {look['step']}: least at {best:.2g}")
+            at = np.interp(np.log(look["threshold"]), np.log(THRESHOLDS), error)
+            axes.plot(look["threshold"], at, MARKERS[0], color=COLOURS[number])
+        dress(axes, record["row"], "threshold C (dot: in use)", "E(C) (not private)", "xy")
+    return figure
+
+
+def _with_norms(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [one for one in records if "norms" in (one.get("extra") or {}) and one["settings"]["seed"] == 0][:3]
 
 
 def reliability(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
@@ -152,4 +175,4 @@ def _once(label: str, number: int) -> str | None:
 
 Picture = Callable[[Configuration, Sequence[TableLine], Sequence[Mapping[str, Any]]], Any]
 PICTURES: dict[str, Picture] = {"bars": bars, "curves": curves, "heat": heat, "thresholds": thresholds}
-PICTURES |= {"norms": norms, "reliability": reliability}
+PICTURES |= {"norms": norms, "errors": errors, "reliability": reliability}

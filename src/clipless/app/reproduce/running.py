@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from clipless.accounting import ACCOUNTANTS, Ledger
+from clipless.accounting import ACCOUNTANTS, Ledger, gradient_multiplier
 from clipless.app import data as data_sets
 from clipless.app.bench import machine
 from clipless.app.data import Data
@@ -68,9 +68,10 @@ def run_cell(
 ) -> None:
     """Train one run and store its record."""
     records = _load(data, data_dir)
-    watching = measures.watch(measure, records, cell.settings)
+    settings = cell.settings if cell.choosing is None else cell.choosing.priced(cell.settings, len(records.train))
+    watching = measures.watch(measure, records, settings)
     saving = Saving(unfinished(Path(folder), cell), resume=True, every=300.0) if resume else None
-    result = train(records, cell.settings, saving=saving, group=False, research=watching)
+    result = train(records, settings, saving=saving, group=False, research=watching)
     extra = measures.measured(measure, result.model, records, watching)
     write_record(Path(folder) / RUNS / f"{cell.stem}.json", _record(cell, result) | {"extra": extra})
     if saving is not None:
@@ -120,6 +121,7 @@ def _record(cell: GridRun, result: Result) -> dict[str, Any]:
     return {
         "row": cell.row,
         "point": dict(cell.point),
+        "candidate": dict(cell.candidate),
         "settings": asdict(cell.settings),
         "private": cell.settings.private,
         "metric": result.metric,
@@ -131,6 +133,7 @@ def _record(cell: GridRun, result: Result) -> dict[str, Any]:
         "steps": result.steps,
         "seconds": round(result.seconds, 1),
         "plan": result.plan,
+        "noise_cost": None if result.plan is None else noise_cost(result.plan),
         "thresholds": _thresholds(result),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine.facts() | {"load_average": machine.load_average()},
@@ -140,6 +143,14 @@ def _record(cell: GridRun, result: Result) -> dict[str, Any]:
 def _epsilons(ledger: Ledger, delta: float) -> dict[str, float]:
     """What the run has spent by every accountant."""
     return {name: ledger.spent(delta, name).epsilon for name in ACCOUNTANTS}
+
+
+def noise_cost(plan: Mapping[str, Any]) -> float:
+    """The variance of the released gradient's noise, summed over its numbers, in units of the squared threshold."""
+    statistic = plan["statistic_multiplier"]
+    total = plan["noise_multiplier"]
+    noise = total if statistic is None else gradient_multiplier(total, statistic)
+    return float(noise**2 * sum(plan["dimensions"]) / plan["expected_batch"] ** 2)
 
 
 def _thresholds(result: Result) -> list[float] | None:

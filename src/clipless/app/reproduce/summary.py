@@ -7,6 +7,7 @@ from typing import Any
 
 from scipy.stats import t as student
 
+from clipless.app.reproduce.choosing import Choosing
 from clipless.app.reproduce.configuration import Configuration, Published
 
 CONFIDENCE = 0.95
@@ -103,15 +104,26 @@ def metric_name(metric: str) -> str:
 def _line(experiment: Configuration, group: Sequence[Mapping[str, Any]]) -> TableLine:
     first = group[0]
     scale = 100.0 if first["metric"].endswith("accuracy") else 1.0
+    choosing = next(row.choosing for row in experiment.rows if row.name == first["row"])
     names = [name for name in (first.get("extra") or {}) if isinstance(first["extra"][name], (int, float))]
     return TableLine(
         row=first["row"],
         point=first["point"],
         metric=first["metric"],
-        scores=tuple(scale * record["score"] for record in group),
-        epsilon=first["epsilon"],
-        epsilons=first["epsilons"] or {},
+        scores=tuple(scale * score for score in _scores(choosing, group)),
+        epsilon=first["epsilon"] if choosing is None else first["settings"]["epsilon"],
+        epsilons=(first["epsilons"] or {}) if choosing is None else {},
         noise_multiplier=(first.get("plan") or {}).get("noise_multiplier"),
         published=experiment.published_for(first["row"], first["point"]),
         extra={name: tuple(record["extra"][name] for record in group) for name in names},
     )
+
+
+def _scores(choosing: Choosing | None, group: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The score of every seed: that of its run, or what a private choice among its candidates' runs scores in the mean."""
+    if choosing is None:
+        return [record["score"] for record in group]
+    seeds: dict[int, list[float]] = {}
+    for record in group:
+        seeds.setdefault(record["settings"]["seed"], []).append(record["score"])
+    return [choosing.expected_score(scores) for scores in seeds.values()]
