@@ -78,8 +78,8 @@ def sentence(found: dict[str, Any]) -> str:
     shared = f", which were busy with other work as well (load average {found['load_average']})" if busy > 1 else ""
     return (
         f"From `git clone` to the first private model (digits, {found['epochs']} epochs, ε = {found['epsilon']:.3g}) in "
-        f"{sum(seconds.values()):.0f} seconds on {found['cores']} cores{shared}: {rest}. Packages came from a mirror nearby and not "
-        f"from a cache; Python {found['python']}, {found['date']}."
+        f"{sum(seconds.values()):.0f} seconds on {found['cores']} cores{shared}: {rest}. Packages "
+        f"came from a mirror nearby and not from a cache; Python {found['python']}, {found['date']}."
     )
 
 

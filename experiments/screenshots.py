@@ -111,7 +111,7 @@ def browse(
 
 
 def framed(page: Path, width: int, height: int, script: str = "", place: str = "") -> Path:
-    """A page beside this one that shows it in a frame of this width: a browser's own window is never as narrow as a phone."""
+    """A page beside this one that shows it in a frame: a browser's own window is never as narrow as a phone."""
     size = f"border:0;display:block;width:{width}px;height:{height}px"
     frame = f'<iframe src="{page.name}{place}" style="{size}"></iframe>'
     wrapper = page.with_name(f"{page.stem}-framed.html")

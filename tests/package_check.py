@@ -1,8 +1,8 @@
 """Builds wheel and sources, and installs each into an empty environment: `make package-check`, some five minutes.
 
 Needs Python, a C compiler and an index of packages. The environment gets torch and the other dependencies with the wheel;
-the sources are then installed in the wheel's place, once as they are and once without a compiler. Each time a model is trained,
-and noise of a seed must be the same, bit for bit. Wheel and sources are left in dist.
+the sources are then installed in the wheel's place, once as they are and once without a compiler. Each time a model is
+trained, and noise of a seed must be the same, bit for bit. Wheel and sources are left in dist.
 """
 
 import os

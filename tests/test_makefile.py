@@ -33,8 +33,8 @@ QUICK: dict[str, list[tuple[list[str], str]]] = {
     ],
     "models-page": [(["experiments/models_page.py", "docs/models.md"], "docs/models.md")],
 }
-# `make bench` is what tests/app/test_bench.py runs with --quick; the rest is what runs these tests or runs beside them, as it
-# needs other packages, or tidies up.
+# `make bench` is what tests/app/test_bench.py runs with --quick; the rest is what runs these tests, runs beside them because
+# it needs other packages, or tidies up.
 ELSEWHERE = {
     "bench",
     "docs",

@@ -404,7 +404,7 @@ def test_a_stored_result_is_shown_and_drawn_again(tmp_path: Path) -> None:
         "Some CPU",
     ):
         assert text in done.stdout
-    assert "x1.20" in page.read_text()
+    assert "**x1.90**" in page.read_text()
     svg = (tmp_path / "bench.svg").read_text()
     assert "<svg" in svg
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

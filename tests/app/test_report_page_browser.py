@@ -1,5 +1,5 @@
-"""The page of `clipless report --html` in a real browser: no error, no scrolling sideways on a phone, figures to be seen, links
-that lead somewhere, light and dark."""
+"""The page of `clipless report --html` in a real browser: no error, no scrolling sideways on a phone, figures to be seen,
+links that lead somewhere, light and dark."""
 
 import html
 import json
@@ -28,7 +28,7 @@ LOOK = """<script>addEventListener("load", () => {
   const found = {
     width: view.innerWidth,
     sideways: page.documentElement.scrollWidth - view.innerWidth,
-    wide: [...page.querySelectorAll("body *")].filter(each => each.getBoundingClientRect().right > view.innerWidth + 1).length,
+    wide: [...page.querySelectorAll("body *")].filter(e => e.getBoundingClientRect().right > view.innerWidth + 1).length,
     figures: [...page.querySelectorAll("figure svg")].filter(seen).length,
     curves: [...page.querySelectorAll("figure > svg polyline")].map(each => view.getComputedStyle(each).stroke),
     background: view.getComputedStyle(page.body).backgroundColor,
