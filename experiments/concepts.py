@@ -85,13 +85,13 @@ def draw_guesses(path: Path) -> None:
 
 
 def draw_alarms(path: Path) -> None:
-    """Right alarms against false alarms of the best test that (ε, δ) allows."""
+    """True against false positive rate of the best test that (ε, δ) allows."""
     false_alarms = np.linspace(0, 1, 401)
     made, (axes,) = figure()
     curves = [Line("no information", (0.0, 1.0), (0.0, 1.0), approximate=True)]
     lines(
         axes,
-        Chart("What the best attack can reach, at most", "false alarms", "right alarms", tuple(curves)),
+        Chart("What the best attack can reach, at most", "false positive rate", "true positive rate", tuple(curves)),
     )
     for epsilon, colour in zip((8.0, 3.0, 1.0, 0.5), COLOURS[1:], strict=False):
         grown = np.exp(epsilon) * false_alarms + DELTA
