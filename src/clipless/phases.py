@@ -44,7 +44,7 @@ class Schedule:
         return found
 
     def spans(self) -> list[int]:
-        """For each phase the number of its policy. Phases in a row with equal policies share one, and its thresholds continue."""
+        """For each phase the number of its policy. Phases in a row with equal policies share one, which continues."""
         numbers = [0]
         for (_, before), (_, now) in zip(self.parts, self.parts[1:], strict=False):
             same = (before.policy, before.allocation) == (now.policy, now.allocation)

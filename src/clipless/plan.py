@@ -26,7 +26,7 @@ class PrivacyPlan:
     what the accountant is told; with a noise schedule it is the first step's. `dimensions` has the number of trainable
     parameters of each group. `schedule` says how steps are clipped: in one phase, unless the rule changes within the run.
     With `projections`, that many estimate each norm, and a record may move the sum by more than the sensitivity; the
-    accountant knows by how much, as a distribution. With `unit_gradients` the optimizer gets the gradient in units of the step's threshold.
+    accountant knows the distribution. With `unit_gradients` the optimizer gets gradients in units of the step's threshold.
     """
 
     epsilon: float
