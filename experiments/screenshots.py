@@ -34,8 +34,8 @@ UNSEEN = (
 # Width, height, colour scheme and place of each picture of the report.
 PAGES = {
     "report-wide": (1200, 1300, "light", ""),
-    "report-figures": (1200, 600, "light", "#figures"),
-    "report-dark": (1200, 600, "dark", "#figures"),
+    "report-figures": (1200, 860, "light", "#figures"),
+    "report-dark": (1200, 860, "dark", "#figures"),
     "report-phone": (380, 1300, "light", ""),
 }
 # Without the fonts that rich would load from a network.

@@ -5,7 +5,6 @@ from typing import Any
 
 import griffe
 
-EXAMPLE = re.compile(r"^>>> (?:.*\n?)+?(?=\n\n(?!>>>)|\Z)", flags=re.MULTILINE)
 PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 
 
@@ -26,4 +25,5 @@ def fenced(text: str) -> str:
     'See [docs/noise.md](noise.md).'
     """
     linked = PAGE.sub(r"[docs/\1.md](\1.md)", text)
-    return EXAMPLE.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```", linked)
+    parts = linked.split("\n\n")
+    return "\n\n".join(f"```pycon\n{part.rstrip()}\n```" if part.startswith(">>>") else part for part in parts)
