@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import clipless
+from compiling import build_hook
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -70,3 +71,8 @@ def test_a_tag_releases_what_was_tested() -> None:
     assert jobs == [("test", ""), ("package", "test"), ("publish", "package")]
     assert ".ci/run" in workflow
     assert "make package-check" in workflow
+
+
+def test_the_wheel_is_compiled_for_every_processor() -> None:
+    """Functions for newer processors are chosen when the library is loaded, and no flag asks for one at build time."""
+    assert not [flag for flag in build_hook().FLAGS if flag.startswith("-m")]
