@@ -17,7 +17,17 @@ MOST_LINES, MOST_FUNCTION_LINES = 300, 50
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"arrays", "errors", "rounding", "torch_internals"}),
     frozenset(
-        {"arguments", "defaults", "clipped", "closures", "native", "noise_schedule", "processes", "random_state"}
+        {
+            "arguments",
+            "defaults",
+            "clipped",
+            "closures",
+            "heap",
+            "native",
+            "noise_schedule",
+            "processes",
+            "random_state",
+        }
     ),
     frozenset({"accounting", "theory", "partition", "noise", "thresholds", "foreign", "replacing", "averaging"}),
     frozenset({"clipping", "sampling", "runs"}),

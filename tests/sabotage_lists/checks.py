@@ -95,9 +95,23 @@ SABOTAGES = (
     Sabotage(
         "totals-of-every-other-parameter",
         TOTALS,
-        "    for name in parameters:\n        ours,",
-        "    for name in list(parameters)[::2]:\n        ours,",
+        "    for name in parameters if math.isfinite(everything) else ():\n",
+        "    for name in list(parameters)[::2] if math.isfinite(everything) else ():\n",
         (f"{TESTS}::test_every_parameter_is_compared",),
+    ),
+    Sabotage(
+        "anything-apart-is-rounding",
+        TOTALS,
+        " and max(lost.values()) <= NEARLY:",
+        ":",
+        (f"{TESTS}::test_rounding_that_depends_on_the_number_of_rows_is_no_lost_gradient",),
+    ),
+    Sabotage(
+        "compared-again-with-the-same-records",
+        TOTALS,
+        "rows[some][rows % int(some.sum())] if in_place",
+        "rows if in_place",
+        (f"{TESTS}::test_rounding_that_depends_on_the_number_of_rows_is_no_lost_gradient",),
     ),
     Sabotage(
         "all-seeds-alike",

@@ -245,6 +245,38 @@ def test_every_mixing_model_is_found_before_anything_is_released(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class AtTheEdge(nn.Module):
+    """A unit at the edge of its ReLU, on the side that `positive` says of the batch: what rounding does, made certain."""
+
+    def __init__(self, units: int, positive: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.a, self.b, self.positive = nn.Linear(4, units), nn.Linear(units, CLASSES), positive
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        edge = h[:, :1] - h[:, :1].detach() + (1e-9 if self.positive(x) else -1e-9)
+        return self.b(torch.cat([edge, h[:, 1:]], 1).relu())
+
+
+@MODES
+@pytest.mark.parametrize("case", ["rounding", "their number", "their values"])
+def test_rounding_that_depends_on_the_number_of_rows_is_no_lost_gradient(case: str, per_record: bool) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 4), torch.randint(CLASSES, (16,))
+    total = x.double().sum()
+    sides: dict[str, Callable[[Tensor], bool]] = {
+        "rounding": lambda rows: len(rows) > 8,
+        "their number": lambda rows: len(rows) > 8,
+        "their values": lambda rows: bool((rows.double().sum() - total).abs() < 1e-6),
+    }
+    model = AtTheEdge(20 if case == "their number" else 4000, sides[case])
+    if case == "rounding":
+        assert run(model, (x, y), per_record=per_record).ledger.steps == 2
+    else:  # a jump of a fifth is more than rounding makes, and so is any that comes from other records
+        with pytest.raises(UnsupportedModule, match="not what plain autograd gives"):
+            run(model, (x, y), per_record=per_record)
+
+
 def contrastive(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="none")
 

@@ -14,6 +14,7 @@ from clipless.gradients.checks.seeds import sketch
 from clipless.gradients.checks.totals import refuse_coupled, refuse_lost
 from clipless.gradients.records import Reading
 from clipless.gradients.trees import Dims
+from clipless.heap import freed_memory_returned
 from clipless.random_state import own_generators
 from clipless.torch_internals import pytree
 
@@ -136,7 +137,7 @@ class SelfCheck:
         waiting, self._waiting = self._waiting, []
         for forward_pass in waiting:
             if forward_pass.rerun is not None:
-                with self._silenced():
+                with self._silenced(), freed_memory_returned():
                     refuse_coupled(forward_pass, forward_pass.averaged)
                     refuse_lost(forward_pass, parameters, live)
                 self._compared |= forward_pass.steps

@@ -21,6 +21,9 @@ from clipless.random_state import same_random_state
 # Relative to the larger of both sums; what the parameter adds to the whole gradient below the floor is rounding. Sums that
 # went through 16 bits keep three digits.
 TOLERANCE, HALF_TOLERANCE, FLOOR = 1e-3, 5e-2, 1e-5
+# A batch of another size is rounded otherwise, and a unit at the edge of a ReLU makes a jump of it. What differs by less
+# than this is compared once more with as many rows as there were; a gradient that depends on their number differs by more.
+NEARLY = 5e-2
 # Outputs that differ by more were not computed from the same numbers; below it, gradients may differ by so many times more.
 REPEATED, AMPLIFIED = 5e-2, 100.0
 # Outputs of one record that differ by more, relative, when others change.
@@ -41,28 +44,45 @@ def refuse_lost(
     if some is not None:
         with torch.no_grad():
             _run_some(forward_pass, ~some)
+    gathered = None if live is parameters else live
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     with torch.enable_grad():
         found = None if some is None else _run_some(forward_pass, some)
-        outputs, grads, drift = found if found and forward_pass.judged is not None else _run_again(forward_pass)
+        alone = found if forward_pass.judged is not None else None
+        lost = _lost(forward_pass, alone or _run_again(forward_pass), trained, gathered)
+        if lost and some is not None and alone and gathered is None and max(lost.values()) <= NEARLY:
+            in_place = _run_some(forward_pass, some, in_place=True)
+            lost = lost if in_place is None else _lost(forward_pass, in_place, trained, gathered)
     forward_pass.grads = None
-    gathered = None if live is parameters else live
-    parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    plain = _gradients(outputs, grads, parameters, gathered)
-    half = any(output.dtype.itemsize < 4 for output in outputs) or _half(forward_pass)
-    del outputs, grads, found
-    tolerance = max(HALF_TOLERANCE if half else TOLERANCE, AMPLIFIED * drift)
-    lengths = {name: _length(grad) for name, grad in plain.items()}
-    everything = math.hypot(*lengths.values())
-    if not math.isfinite(everything):
-        return
-    for name in parameters:
-        ours, theirs = forward_pass.totals.get(name), plain.pop(name, None)
-        apart = _length(ours if theirs is None else theirs if ours is None else theirs.to(ours.dtype) - ours)
-        if apart > tolerance * max(_length(ours), lengths.get(name, 0.0)) + FLOOR * everything:
-            raise lost(name)
+    for name in lost:
+        raise lost_gradient(name)
 
 
 Again = tuple[list[Tensor], list[Tensor | None], float]
+
+
+def _lost(
+    forward_pass: ForwardPass,
+    again: Again,
+    parameters: Mapping[str, nn.Parameter],
+    gathered: Mapping[str, nn.Parameter] | None,
+) -> dict[str, float]:
+    """How far plain autograd's gradients are from the engine's sums, relative, for the parameters where it is too far."""
+    outputs, grads, drift = again
+    plain = _gradients(outputs, grads, parameters, gathered)
+    half = any(output.dtype.itemsize < 4 for output in outputs) or _half(forward_pass)
+    del again, outputs, grads
+    tolerance = max(HALF_TOLERANCE if half else TOLERANCE, AMPLIFIED * drift)
+    lengths = {name: _length(grad) for name, grad in plain.items()}
+    everything = math.hypot(*lengths.values())
+    lost: dict[str, float] = {}
+    for name in parameters if math.isfinite(everything) else ():
+        ours, theirs = forward_pass.totals.get(name), plain.pop(name, None)
+        apart = _length(ours if theirs is None else theirs if ours is None else theirs.to(ours.dtype) - ours)
+        size = max(_length(ours), lengths.get(name, 0.0))
+        if apart > tolerance * size + FLOOR * everything:
+            lost[name] = apart / size
+    return lost
 
 
 def _run_again(forward_pass: ForwardPass) -> Again:
@@ -83,10 +103,14 @@ def refuse_dependent(forward_pass: ForwardPass, tolerance: float) -> None:
                 _run_some(forward_pass, half, tolerance)
 
 
-def _run_some(forward_pass: ForwardPass, some: Tensor, tolerance: float = DEPENDENT) -> Again | None:
+def _run_some(
+    forward_pass: ForwardPass, some: Tensor, tolerance: float = DEPENDENT, in_place: bool = False
+) -> Again | None:
     """The outputs of some records, [b], without the others; where random numbers are drawn, with other records in the
-    others' places, so that the same numbers meet the same rows. Also the gradients that arrived at these outputs, and how
-    far the outputs are from what they were, relative. Refused if that is more than `tolerance`, or than 16 bits explain.
+    others' places, so that the same numbers meet the same rows; `in_place`, with these records in the others' places.
+
+    Also the gradients that arrived at these outputs, and how far the outputs are from what they were, relative. Refused if
+    that is more than `tolerance`, or than 16 bits explain.
 
     None if nothing can be told: the model draws another number of random numbers, depending on the records, or does not
     take these records together.
@@ -95,8 +119,9 @@ def _run_some(forward_pass: ForwardPass, some: Tensor, tolerance: float = DEPEND
     assert rerun is not None
     assert before is not None
     rows = torch.arange(forward_pass.records)
-    draws = bool(rerun.generators) or not same_random_state(before, rerun.random_state)
-    taken = torch.where(some, rows, rows.roll(1)) if draws else rows[some]
+    draws = in_place or bool(rerun.generators) or not same_random_state(before, rerun.random_state)
+    filling = rows[some][rows % int(some.sum())] if in_place else rows.roll(1)
+    taken = torch.where(some, rows, filling) if draws else rows[some]
     try:
         output, drawn = rerun(selected(rerun.inputs, forward_pass.reading, taken))
     except TROUBLES:
@@ -267,7 +292,7 @@ def depends_on_others(name: str) -> UnsupportedModule:
     )
 
 
-def lost(name: str) -> UnsupportedModule:
+def lost_gradient(name: str) -> UnsupportedModule:
     return UnsupportedModule(
         f"the gradient of parameter {name!r} is not what plain autograd gives for it: the model uses it in a way that "
         "clipless does not see. Use it in the forward pass of the module that owns it, and return tensors, tuples, lists "
