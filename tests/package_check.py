@@ -83,11 +83,12 @@ def build(python: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def tried(python: Path, folder: Path, *, compiled: str) -> str:
-    """Import, help and a training work, and so much of the library is compiled; returns a digest of noise."""
+    """Import, help, a training and its report work, and so much of the library is compiled; returns a digest of noise."""
     run(str(python), "-c", LAZY)
     command = str(python.with_name("clipless"))
     assert "train" in run(command, "--help")
     run(command, "train", "--epochs", "1", "--out", str(folder / "run"), "--json")
+    run(command, "report", str(folder / "run"), "--html", str(folder / "run" / "report.html"))
     shutil.rmtree(folder / "run")
     used, digest = run(str(python), "-c", USED).split()
     assert used == compiled, f"compiled functions in use: {used}"
