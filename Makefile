@@ -7,7 +7,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PINNED := pyproject.toml constraints.txt hatch_build.py $(wildcard src/clipless/native/*.c)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integrations test-torch test-worlds sabotage sweep soak figures bench audit models-page zoo lint format clean
+.PHONY: help demo test test-integrations test-torch test-worlds sabotage sweep soak figures screenshots docs package-check bench audit models-page zoo lint format clean
 
 help:
 	@echo "make demo    train digits without privacy, with Abadi clipping and with AUTO-S, side by side"
@@ -18,7 +18,10 @@ help:
 	@echo "make sabotage  break the source in 300 places, one at a time: the tests must notice each: 30 minutes"
 	@echo "make sweep   calibrate over the whole range of epsilon, delta, rate and steps: 15 minutes"
 	@echo "make soak    100,000 steps of a small model: memory and time of a step must stay what they are"
-	@echo "make figures train and draw what docs/clipping.md shows"
+	@echo "make figures train and draw what docs/clipping.md and the pages about concepts show"
+	@echo "make screenshots  draw what the commands print and the report shows, for docs/screenshots; needs chromium"
+	@echo "make docs    build the documentation to site/, with warnings as errors"
+	@echo "make package-check  build wheel and sources, install each into an empty environment and train there: 5 minutes"
 	@echo "make bench   time and memory of private training over plain, for the table in the README"
 	@echo "make audit   attack every clipping and noise source, and MNIST=FOLDER if given, for docs/audit.md: 10 minutes"
 	@echo "make models-page  write docs/models.md, the list of what is exact, falls back or is refused"
@@ -67,11 +70,22 @@ figures: $(VENV)/.test
 	$(PIP) -c constraints.txt -e '.[figures]'
 	$(BIN)/python experiments/clipping.py
 	$(BIN)/python experiments/budget.py
+	$(BIN)/python experiments/concepts.py
+
+screenshots: $(VENV)/.test
+	$(BIN)/python experiments/screenshots.py
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+package-check:
+	$(PYTHON) tests/package_check.py
 
 bench: $(VENV)/.test
 	$(PIP) -c constraints.txt -e '.[bench]'
 	$(BIN)/clipless bench --malloc both --out benchmarks/results
 	$(BIN)/clipless bench --from benchmarks/results --readme README.md
+	$(BIN)/clipless bench --from benchmarks/results --readme docs/benchmarks.md
 
 audit: $(VENV)/.test
 	$(BIN)/python experiments/audit.py $(if $(MNIST),--mnist $(MNIST))
@@ -93,7 +107,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist site runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples experiments -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -116,4 +130,8 @@ $(VENV)/.test: $(VENV)/.torch
 
 $(VENV)/.integrations: $(VENV)/.test
 	$(PIP) -c constraints.txt -e '.[test,integrations]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.torch
+	$(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@

@@ -10,7 +10,7 @@ audit attacks the code and gives a lower bound. A lower bound above the claim pr
 something is wrong. `clipless.auditing` runs such attacks through the public API, so the audited code is the code that
 trains.
 
-```
+```sh
 clipless audit --data digits --model linear --clipping auto-s --epsilon 3
 clipless audit --data path/to/mnist --model cnn --epsilon 8 --canaries 5000 --games one-run --draw audit.svg --out audit.json
 clipless audit --clipping dc-e --noise secure --json          # claimed_epsilon, lower_bound, confidence
@@ -74,13 +74,13 @@ decrease of their loss (black-box). The confidence is divided over all analyses 
   the error probability. The bound is the epsilon of the claimed steps with their noise divided by the largest κ that is
   refuted.
 
-  *What its confidence rests on*: noise that is normal, of one size, and independent over coordinates and steps, and
-  Poisson batches of the claimed rate. If training does what the plan says, all of that is true, so a bound above the
-  claim refutes the plan at the stated confidence without further assumption. (Another mechanism with the same epsilon
-  is not what it tests.) As a bound below the claim it is as good as these assumptions; the step game tests the first,
-  the whole-run game the second. Canaries that move releases by different amounts only lower it. Not for random
-  canaries, whose gradients overlap, so that neither noise nor canaries along them are independent; not for estimated
-  norms (`gradients="jl"`), with which a record moves a release by a random amount.
+    *What its confidence rests on*: noise that is normal, of one size, and independent over coordinates and steps, and
+    Poisson batches of the claimed rate. If training does what the plan says, all of that is true, so a bound above the
+    claim refutes the plan at the stated confidence without further assumption. (Another mechanism with the same epsilon
+    is not what it tests.) As a bound below the claim it is as good as these assumptions; the step game tests the first,
+    the whole-run game the second. Canaries that move releases by different amounts only lower it. Not for random
+    canaries, whose gradients overlap, so that neither noise nor canaries along them are independent; not for estimated
+    norms (`gradients="jl"`), with which a record moves a release by a random amount.
 
 **Any small model** (`play_model`): full batches with and without one given record, told apart by a learned direction.
 It detects a record that acts through others.

@@ -219,7 +219,7 @@ def page() -> str:
             "",
             *table(("Module", "Why", "Remedy"), refused()),
             "",
-            "## Refused, when it is found out",
+            "## Refused once detected",
             "",
             *table(("What", "Message"), found_out()),
             "",
@@ -291,7 +291,7 @@ def zoo() -> list[str]:
             reasons.setdefault(f"{case['verdict']}: {why}", []).append(f"`{case['name']}`")
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [
-        "## Models that nobody here wrote",
+        "## Models from other packages",
         "",
         "Tiny configurations of every architecture in transformers' task mappings, torch's own samples of its modules and",
         "models of other packages, with BatchNorm replaced and without dropout, each compared with single records by",

@@ -21,7 +21,9 @@ QUICK: dict[str, list[tuple[list[str], str]]] = {
     "figures": [
         (["experiments/clipping.py", "--quick", "--docs", "docs"], "docs/figures/dc-e.svg"),
         (["experiments/budget.py", "--quick", "--docs", "docs"], "docs/figures/budget.json"),
+        (["experiments/concepts.py", "--docs", "docs"], "docs/figures/guesses.svg"),
     ],
+    "screenshots": [(["experiments/screenshots.py", "--quick", "--docs", "docs"], "docs/screenshots/train.svg")],
     "test-worlds": [(["tests/distributed/all_worlds.py", "1"], "")],
     "sabotage": [(["tests/sabotages.py", "quantile-sign"], "")],
     "sweep": [(["tests/accounting/sweep.py", "--every", "2000", "--accountants", "gdp"], "")],
@@ -33,8 +35,20 @@ QUICK: dict[str, list[tuple[list[str], str]]] = {
     ],
     "models-page": [(["experiments/models_page.py", "docs/models.md"], "docs/models.md")],
 }
-# `make bench` is what tests/app/test_bench.py runs with --quick; the rest is what runs these tests, or tidies up.
-ELSEWHERE = {"bench", "test", "test-integrations", "test-torch", "lint", "format", "help", "clean"}
+# `make bench` is what tests/app/test_bench.py runs with --quick; the rest is what runs these tests, runs beside them because
+# it needs other packages, or tidies up.
+ELSEWHERE = {
+    "bench",
+    "docs",
+    "package-check",
+    "test",
+    "test-integrations",
+    "test-torch",
+    "lint",
+    "format",
+    "help",
+    "clean",
+}
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 
 

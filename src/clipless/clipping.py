@@ -128,7 +128,7 @@ class Clipping:
 def abadi(
     threshold: float | Sequence[float] = defaults.THRESHOLD, groups: Groups = "flat", allocation: str = "uniform"
 ) -> Clipping:
-    """Classic DP-SGD clipping, min(1, R/norm). A single threshold is shared out as R/√G over G groups."""
+    """Classic DP-SGD clipping, min(1, R/norm). A single threshold is divided as R/√G over G groups."""
     return Clipping("abadi", Abadi(), Constant(threshold), groups, allocation)
 
 
@@ -161,7 +161,7 @@ def global_(
 ) -> Clipping:
     """Keep a gradient whose norm is at most the cutoff Z, scaled by R/Z, and drop the rest. Without a threshold R = Z.
 
-    Cutoff and threshold are each one number, shared out over the groups, or a list of one number for each group.
+    Cutoff and threshold are each one number, divided over the groups, or a list of one number for each group.
 
     >>> global_(cutoff=[6.0, 2.0], threshold=[1.5, 2.0]).rule
     ByGroup(rules=(Global(ratio=4.0), Global(ratio=1.0)))

@@ -26,7 +26,7 @@ class Misuse(CliplessError, RuntimeError):
 
 
 class RankFailed(Misuse):
-    """Another process of the run failed, cannot be reached or does something else, so that this one cannot go on."""
+    """Another process of the run failed, cannot be reached or does something else, so this one cannot continue."""
 
 
 class BudgetSpent(CliplessError, RuntimeError):

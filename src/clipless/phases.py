@@ -44,7 +44,7 @@ class Schedule:
         return found
 
     def spans(self) -> list[int]:
-        """For each phase the number of its policy. Phases in a row with equal policies share one, whose thresholds go on."""
+        """For each phase the number of its policy. Phases in a row with equal policies share one, which continues."""
         numbers = [0]
         for (_, before), (_, now) in zip(self.parts, self.parts[1:], strict=False):
             same = (before.policy, before.allocation) == (now.policy, now.allocation)
@@ -91,8 +91,8 @@ class Phase:
 def schedule(phases: Sequence[tuple[float, str | Clipping]]) -> Schedule:
     """A clipping that changes within a run: pairs of a share of the steps and a clipping, in order.
 
-    Each phase begins with the thresholds that its clipping starts with, unless the phase before has the same policy: then
-    its thresholds go on. Every step is accounted by what it releases.
+    Each phase begins with the starting thresholds of its clipping, unless the phase before has the same policy: then it
+    continues with that phase's thresholds. Every step is accounted by what it releases.
 
     >>> last_steps_global = schedule([(0.95, "abadi"), (0.05, "global")])
     >>> last_steps_global.edges(200)

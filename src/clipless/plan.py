@@ -25,8 +25,8 @@ class PrivacyPlan:
     `noise_multiplier` is the ratio of noise to sensitivity of one whole step, gradient and statistic together, which is
     what the accountant is told; with a noise schedule it is the first step's. `dimensions` has the number of trainable
     parameters of each group. `schedule` says how steps are clipped: in one phase, unless the rule changes within the run.
-    With `projections` so many estimate each norm, and a record may move the sum by more than the sensitivity; the
-    accountant knows the law of it. With `unit_gradients` the optimizer gets the gradient in units of the step's threshold.
+    With `projections`, that many estimate each norm, and a record may move the sum by more than the sensitivity; the
+    accountant knows the distribution. With `unit_gradients` the optimizer gets gradients in units of the step's threshold.
     """
 
     epsilon: float

@@ -21,7 +21,7 @@ class Privacy:
     """What is promised and how: the arguments of `make_private` that are about privacy, with its defaults.
 
     Data, batch size and length of a run are not part of it. Values are checked when the record is made, as far as that is
-    possible without model and data. The seed is not shown: who knows it can subtract the noise.
+    possible without model and data. The seed is not shown: whoever knows it can subtract the noise.
 
     >>> privacy = Privacy(epsilon=3.0, clipping="auto-v")
     >>> privacy

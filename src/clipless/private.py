@@ -191,7 +191,7 @@ class Private(SavedRun):
         self._batch, self._statistic = batch, None
 
     def open_part(self, records: int) -> None:
-        """Begin a micro-batch of so many records."""
+        """Begin a micro-batch of this many records."""
         self._engine.open(records, averaged=self.plan.loss_reduction == "mean")
 
     # One step.

@@ -338,11 +338,14 @@ def test_a_foreign_file_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_the_block_of_a_page_is_rewritten_and_nothing_else(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
-    page.write_text(f"# Title\n\nbefore\n{readme.START}\nold\n{readme.END}\nafter ε\n", encoding="utf-8")
+    first, last = readme.EVERY_MODEL
+    both = f"{readme.START}\nold\n{readme.END}\nbetween\n{first}\nold\n{last}"
+    page.write_text(f"# Title\n\nbefore\n{both}\nafter ε\n", encoding="utf-8")
     readme.write([made_up()], page)
     text = page.read_text(encoding="utf-8")
     assert text.startswith(f"# Title\n\nbefore\n{readme.START}\n| machine |")
-    assert text.endswith(f"{readme.END}\nafter ε\n")
+    assert f"{readme.END}\nbetween\n{first}\nSome CPU, 2 cores:\n" in text
+    assert text.endswith(f"{last}\nafter ε\n")
     assert "old" not in text
     assert "| MLP | 512 | 10 ms | x1.20 | x9.00 | unsupported | x1.25 |" in text
     assert "**x1.90**" in text
@@ -377,6 +380,8 @@ def test_short_steps_are_timed_more_often(step_ms: float, tiny: bool, rounds: in
 def test_numbers_that_mean_nothing_are_not_quoted(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument, match="measure again"):
         readme.block([made_up(), made_up(**changes)])
+    with pytest.raises(InvalidArgument, match="measure again"):
+        readme.every_model([made_up(), made_up(**changes)])
 
 
 # The command.
@@ -401,7 +406,7 @@ def test_a_stored_result_is_shown_and_drawn_again(tmp_path: Path) -> None:
         "Some CPU",
     ):
         assert text in done.stdout
-    assert "x1.20" in page.read_text()
+    assert "**x1.90**" in page.read_text()
     svg = (tmp_path / "bench.svg").read_text()
     assert "<svg" in svg
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

@@ -73,7 +73,7 @@ def test_the_tables_show_every_machine_and_both_allocators(tmp_path: Path) -> No
     for result in (made_up(), on(store.MALLOC), on({}, **INTEL)):
         store.keep(result, tmp_path)
     page = tmp_path / "README.md"
-    page.write_text(f"{readme.START}\n{readme.END}\n")
+    page.write_text("\n".join([readme.START, readme.END, *readme.EVERY_MODEL, ""]))
     done = CliRunner().invoke(app, ["bench", "--from", str(tmp_path), "--readme", str(page)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     text = page.read_text()
@@ -94,10 +94,12 @@ def test_what_older_versions_stored_is_still_read() -> None:
     assert result.machine["allocator"] == store.MALLOC
 
 
-def test_the_page_of_the_repository_is_what_the_stored_results_say() -> None:
-    written = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_pages_of_the_repository_are_what_the_stored_results_say() -> None:
     found = list(store.load(ROOT / "benchmarks" / "results").values())
-    assert f"{readme.START}\n{readme.block(found)}{readme.END}" in written
+    assert f"{readme.START}\n{readme.block(found)}{readme.END}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    first, last = readme.EVERY_MODEL
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert f"{first}\n{readme.every_model(found)}{last}" in page
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:

@@ -116,6 +116,14 @@ def test_the_page_says_what_is_promised(runs: Path, command: Any) -> None:
     assert "(approximation" not in text
 
 
+def test_the_page_names_all_that_a_step_releases(runs: Path, command: Any) -> None:
+    """A policy's statistic is released as well."""
+    for name, told in (("dc", True), ("auto", False)):
+        text = page_of(runs, command(name, "--html", "page.html")).all("body")[0]["text"]
+        assert ("so is a statistic of their lengths" in text) == told
+        assert "Nothing else of the batch is shown." in text
+
+
 def test_the_epsilons_are_those_of_the_terminal(runs: Path, command: Any) -> None:
     page = page_of(runs, command("auto", "--html", "page.html", "--delta", "1e-6", "--accountant", "gdp"))
     for name in ("pld", "rdp", "gdp"):

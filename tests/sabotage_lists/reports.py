@@ -118,4 +118,11 @@ SABOTAGES = (
         'if note := "":',
         ("tests/test_misuse.py::test_a_delta_above_one_over_n_is_warned_of",),
     ),
+    Sabotage(
+        "statistic-not-named-in-the-promise",
+        "app/report_page/promise.py",
+        "        if statistic\n",
+        "        if False\n",
+        ("tests/app/test_report_page.py",),
+    ),
 )

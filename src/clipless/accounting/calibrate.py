@@ -33,8 +33,8 @@ def noise_multiplier(
     accountant: str = defaults.ACCOUNTANT,
     projections: int | None = None,
 ) -> float:
-    """The smallest noise multiplier with which `steps` steps, with so many `projections` if any, spend at most
-    (epsilon, delta).
+    """The smallest noise multiplier with which `steps` steps spend at most (epsilon, delta). `projections` are those of
+    `gradients="jl"`.
 
     Guarantee: `clipless.epsilon` of the result is at most `epsilon`, and at least 99 % of it. One exception: if delta
     exceeds the probability that a record is ever sampled, "pld" accepts any noise and `LEAST_MULTIPLIER` is returned; choose

@@ -56,8 +56,8 @@ class Choice(NamedTuple):
 class Kernels:
     """Chooses a method for every form, so that private training takes at most `memory_cap` bytes more than plain training.
 
-    The thriftiest methods hold, until all norms are known, what the norms need, such as each layer's output gradient. If
-    that alone exceeds the cap, they are used all the same; a cap of 0 always selects them. There is no warning, since
+    The methods that need least memory hold, until all norms are known, what the norms need, such as each layer's output
+    gradient. If that alone exceeds the cap, they are used anyway; a cap of 0 always selects them. There is no warning, since
     whether it happens depends on the size of the batch, which is not public. Smaller micro-batches need less.
     """
 

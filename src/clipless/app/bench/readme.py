@@ -1,4 +1,4 @@
-"""The speed tables of a README, between two markers, from stored results of one or several machines."""
+"""The speed tables of the README and of a page with every model, between markers, from stored results of all machines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +9,19 @@ from clipless.app.bench.ways import OPACUS, PLAIN, SHORT
 from clipless.errors import InvalidArgument
 
 START, END = "<!-- speed -->", "<!-- end of speed -->"
+EVERY_MODEL = "<!-- speed of every model -->", "<!-- end of speed of every model -->"
 QUOTED = "auto-s"
 
 
 def write(found: Sequence[BenchResult], page: Path) -> None:
-    """Put the tables of the results between the markers of a page. Raises InvalidArgument if the page has none."""
-    put_between((START, END), block(found), page)
+    """Put the tables of the results between the markers of a page: the means, those of every model, or both. Raises
+    InvalidArgument if the page has no markers."""
+    held = page.read_text(encoding="utf-8") if page.is_file() else ""
+    tables = every_model(found)
+    if EVERY_MODEL[0] in held:
+        put_between(EVERY_MODEL, tables, page)
+    if START in held or EVERY_MODEL[0] not in held:
+        put_between((START, END), block(found), page)
 
 
 def put_between(markers: tuple[str, str], text: str, page: Path) -> None:
@@ -33,18 +40,27 @@ def put_between(markers: tuple[str, str], text: str, page: Path) -> None:
 
 
 def block(found: Sequence[BenchResult]) -> str:
-    """A line for every measurement, and for every machine a table of its models; then how they were measured.
+    """A line for every measurement, and how they were measured.
 
     Raises InvalidArgument for a result that is incomplete or was measured on tiny models.
     """
-    if any(not result.complete or result.settings["tiny"] for result in found):
-        raise InvalidArgument("only a complete run on models of full size belongs in a README: measure again.")
-    machines = dict.fromkeys(described(result.machine) for result in found)
-    tables = [overview(found)]
-    for machine in machines:
+    _refuse_unfit(found)
+    return f"{overview(found)}\n\n{caption(found)}\n"
+
+
+def every_model(found: Sequence[BenchResult]) -> str:
+    """For every machine a table of its models; then how they were measured. Raises InvalidArgument as `block` does."""
+    _refuse_unfit(found)
+    tables = []
+    for machine in dict.fromkeys(described(result.machine) for result in found):
         here = [result for result in found if described(result.machine) == machine]
         tables.append(f"{machine}{_malloc(_main(here))}:\n\n{by_model(here)}")
     return "\n\n".join([*tables, caption(found)]) + "\n"
+
+
+def _refuse_unfit(found: Sequence[BenchResult]) -> None:
+    if any(not result.complete or result.settings["tiny"] for result in found):
+        raise InvalidArgument("only a complete run on models of full size belongs on a page: measure again.")
 
 
 def overview(found: Sequence[BenchResult]) -> str:

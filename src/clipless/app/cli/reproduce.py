@@ -44,7 +44,7 @@ def reproduce(
 ) -> None:
     """Reproduce a paper's figures and tables beside the published numbers, in one folder.
 
-    Runs are stored as they end: the same command goes on where it was interrupted. Nothing is downloaded; a missing data
+    Runs are stored as they end: the same command continues where it was interrupted. Nothing is downloaded; a missing data
     set is named, with how to get it.
     """
     if listed:

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from clipless.accounting import Spent
+from clipless.accounting import Spent, StepEvent
 from clipless.app.report import RunReport
 from clipless.app.report_page.values import PUBLIC, SIZE, MarkedText, percent_up
 from clipless.rounding import rounded_up
@@ -65,7 +65,7 @@ def promise(reading: RunReport, spent: Spent) -> dict[str, list[Sentence]]:
             ]
         ],
         "What is promised?": [_promised(reading, spent)],
-        "How is it kept?": _kept(reading.plan),
+        "How is it kept?": _kept(reading),
         "What does that mean for one person?": _meaning(spent),
         "What is not promised?": [
             [
@@ -107,7 +107,8 @@ def _promised(reading: RunReport, spent: Spent) -> Sentence:
     ]
 
 
-def _kept(plan: dict[str, Any]) -> list[Sentence]:
+def _kept(reading: RunReport) -> list[Sentence]:
+    plan: dict[str, Any] = reading.plan
     if "tuning" in plan:
         search = plan["tuning"]
         count = len(search["candidates"])
@@ -121,12 +122,19 @@ def _kept(plan: dict[str, Any]) -> list[Sentence]:
     rate, batch = percent_up(plan["sample_rate"]), plan["expected_batch"]
     poisson = f"each record independently with probability {rate} ({batch:,} records expected)"
     drawn = poisson if plan["sampling"] == "poisson" else f"by {plan['sampling']} sampling, {batch:,} records expected"
+    events = (event for event, _ in reading.ledger.events)
+    statistic = any(isinstance(event, StepEvent) and event.statistic_multipliers for event in events)
+    released = (
+        "the sum of all is released with Gaussian noise, and so is a statistic of their lengths from which the next bound "
+        f"follows. Both together are worth noise of {plan['noise_multiplier']:.4g} times the bound"
+        if statistic
+        else f"the sum of all is released with Gaussian noise of {plan['noise_multiplier']:.4g} times that bound"
+    )
     return [
         [
             MarkedText(
-                f"In each of {plan['steps']:,} steps a batch is drawn, {drawn}. The gradient of each record is scaled down "
-                f"to a bounded length, the sum of all is released with Gaussian noise of {plan['noise_multiplier']:.4g} "
-                "times that bound, and nothing else of the batch is shown."
+                f"In each of {plan['steps']:,} steps a batch is drawn, {drawn}. The gradient of each record is scaled "
+                f"to a bounded length; {released}. Nothing else of the batch is shown."
             )
         ]
     ]
