@@ -53,30 +53,30 @@ def pytest_report_header() -> str | None:
 # The files that take longest, the longest first: `make test` gives whole files to two processes, which thus end at about the
 # same time. A file that is split would set up its worlds of processes twice.
 LONGEST = (
-    "test_makefile.py",
-    "distributed/test_sharded.py",
-    "auditing/test_two_processes.py",
-    "app/test_tuning_dask.py",
-    "gradients/test_model_families.py",
-    "accounting/test_accountants.py",
-    "app/test_bench.py",
-    "distributed/test_data_parallel.py",
-    "auditing/test_gauss.py",
-    "gradients/test_model_zoo.py",
-    "runs/test_resume.py",
-    "gradients/projections/test_projection_engine.py",
-    "gradients/test_costs.py",
-    "accounting/test_calibrate.py",
-    "native/test_build.py",
-    "gradients/recurrent/test_recurrent.py",
-    "auditing/test_step_game.py",
-    "app/test_cli_tune.py",
-    "examples/test_examples.py",
+    "tests/test_makefile.py",
+    "tests/distributed/test_sharded.py",
+    "tests/auditing/test_two_processes.py",
+    "tests/app/test_tuning_dask.py",
+    "tests/gradients/test_model_families.py",
+    "tests/accounting/test_accountants.py",
+    "tests/app/test_bench.py",
+    "tests/distributed/test_data_parallel.py",
+    "tests/auditing/test_gauss.py",
+    "tests/gradients/test_model_zoo.py",
+    "tests/runs/test_resume.py",
+    "tests/gradients/projections/test_projection_engine.py",
+    "tests/gradients/test_costs.py",
+    "tests/accounting/test_calibrate.py",
+    "tests/native/test_build.py",
+    "tests/gradients/recurrent/test_recurrent.py",
+    "tests/auditing/test_step_game.py",
+    "tests/app/test_cli_tune.py",
+    "tests/examples/test_examples.py",
 )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    place = {here / name: number for number, name in enumerate(LONGEST)}
+    root = Path(__file__).parents[1]
+    place = {root / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))

@@ -39,9 +39,9 @@ def test_a_child_that_is_ended_by_a_signal_dies() -> None:
 
 
 def test_the_longest_files_exist_and_come_first() -> None:
-    here = Path(conftest.__file__).parent
-    assert all((here / name).is_file() for name in conftest.LONGEST)
-    items = [SimpleNamespace(path=here / name) for name in ("test_one.py", conftest.LONGEST[1], conftest.LONGEST[0])]
+    root = Path(conftest.__file__).parents[1]
+    assert all((root / name).is_file() for name in conftest.LONGEST)
+    items = [SimpleNamespace(path=root / name) for name in ("test_one.py", conftest.LONGEST[1], conftest.LONGEST[0])]
     conftest.pytest_collection_modifyitems(items)  # type: ignore[arg-type]
     assert [item.path.name for item in items] == [
         *(Path(name).name for name in conftest.LONGEST[:2]),

@@ -94,6 +94,7 @@ def test_a_script_runs(command: tuple[str, ...], written: str, tmp_path: Path, m
     script, *options = command
     if script in STARTS_CHILDREN:
         monkeypatch.setattr(sys, "argv", list(command))
+        monkeypatch.syspath_prepend((ROOT / script).parent)
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(ROOT / script), run_name="__main__")
         assert ended.value.code == 0
