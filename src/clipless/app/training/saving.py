@@ -92,8 +92,8 @@ class RunSaver:
         self._stop_if_asked(stop, saved=epoch_ended or due)
 
     def abandon(self) -> None:
-        """Remove the files of a run that failed before its first step, so that the corrected one can take the folder. Only of
-        a run that was begun here: the folder may hold another, which a second process is about to begin."""
+        """Remove the files of a run that failed before its first step, so that the corrected one can take the folder.
+        Only of a run that was begun here: the folder may hold that of another process, which has no step yet."""
         if self._began and self._saving:
             RunFolder(self._saving.out).discard_unstarted()
 
