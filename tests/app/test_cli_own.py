@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clipless.app.cli.train import _slug
+from clipless.app.cli._begin import _slug
 from clipless.app.data.own.reading import read
 from clipless.app.toml_text import toml_text
 from commanding import Done, run_main
@@ -181,6 +181,18 @@ def test_a_loss_that_breaks_the_promise_is_refused_and_leaves_the_folder_free(
     options = [*OWN, *QUICK, "--out", "a"]
     assert message in shell.bad("train", *options, "--loss", f"my_code:{loss}")
     shell.good("train", *options)
+
+
+def test_a_run_that_another_process_has_begun_stays(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no step yet. If a second one removed its ledger, what it spends would be lost."""
+    options = [*OWN, *QUICK, "--out", "a"]
+    with monkeypatch.context() as patch:
+        patch.setattr("clipless.app.cli._signals.Stop.__call__", lambda self: True)
+        assert shell("train", *options).returncode == 130
+    before = {path.name: path.read_bytes() for path in (shell.folder / "a").iterdir()}
+    assert {"ledger.jsonl", "checkpoint.pt"} <= before.keys()
+    assert "holds an interrupted run" in shell.bad("train", *options)
+    assert {path.name: path.read_bytes() for path in (shell.folder / "a").iterdir()} == before
 
 
 def test_a_run_that_fails_after_its_first_step_stays(shell: Shell) -> None:

@@ -179,7 +179,8 @@ def test_only_what_may_be_shown_is_reported(data: Data, tmp_path: Path) -> None:
     public = {"epsilon", "delta", "steps", "seconds", "parameters"}
     assert set(run["metrics"]) == public | {"test_accuracy", "test_accuracy_per_epoch"}
     assert {f"metrics.{name}" for name in set(run["metrics"]) - public} < set(run["not_private"])
-    assert {field.name for field in fields(TrainingProgress)} == {"step", "steps", "epsilon", "score", "threshold"}
+    shown = {"step", "steps", "epsilon", "score", "threshold", "tested"}
+    assert {field.name for field in fields(TrainingProgress)} == shown
 
 
 def test_earlier_runs_are_kept(data: Data, tmp_path: Path) -> None:

@@ -80,4 +80,4 @@ def test_a_run_whose_ranks_were_all_killed_is_resumed(tmp_path: Path, monkeypatc
     assert said["metrics"]["epsilon"] == alone.epsilon
     for name, tensor in torch.load(out / "model.pt").items():
         assert torch.allclose(tensor, alone.model.state_dict()[name], atol=1e-2), name
-    assert sorted(path.name for path in out.iterdir()) == ["ledger.jsonl", "model.pt", "run.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["config.toml", "ledger.jsonl", "model.pt", "run.json"]

@@ -92,9 +92,16 @@ SABOTAGES = (
     ),
     Sabotage(
         "other-data-resumed",
-        f"{CLI}/train.py",
+        f"{CLI}/_begin.py",
         "if now.data != before.data or stated != before.own(**rules):",
         "if now.data != before.data:",
+        (COMMANDS,),
+    ),
+    Sabotage(
+        "run-of-another-process-discarded",
+        f"{TRAINING}/saving.py",
+        "if self._began and self._saving:",
+        "if self._saving:",
         (COMMANDS,),
     ),
     Sabotage(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from clipless.app import models
+from clipless.app import clippings, models
 from clipless.app.data import Data
 from clipless.app.training import TrainingSettings
 from clipless.arguments import named, whole
@@ -32,9 +32,7 @@ from clipless.auditing import (
     play,
     play_runs,
 )
-from clipless.clipping import Clipping
 from clipless.errors import InvalidArgument
-from clipless.phases import Schedule
 from clipless.plan import PrivacyPlan
 from clipless.private import make_private
 
@@ -133,12 +131,10 @@ def audit(
     """
     if not settings.private:
         raise InvalidArgument("clipping none makes no claim that could be audited: choose a clipping.")
-    _clipping(settings)
+    clippings.parse_one(settings.clipping, "audit")
     settings.optimizer_for(data)
     if "one-run" in how.games and (data.task != "classes" or data.vocabulary):
-        raise InvalidArgument(
-            f"the game one-run is played on classes of numbers, and {data.name} has others: --games step,runs."
-        )
+        raise InvalidArgument(f"{data.name}: the game one-run needs numbers in classes; play --games step,runs.")
     began = time.monotonic()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(np.random.SeedSequence(settings.seed).generate_state(1)[0]))
@@ -175,20 +171,12 @@ def _privacy(settings: TrainingSettings) -> dict[str, Any]:
         "delta": settings.delta,
         "batch_size": settings.batch_size,
         "epochs": settings.epochs,
-        "clipping": _clipping(settings),
+        "clipping": settings.how,
         "accountant": settings.accountant,
         "noise": settings.noise,
         "seed": settings.seed,
         "group": False,
     }
-
-
-def _clipping(settings: TrainingSettings) -> Clipping:
-    """The one clipping of the run, with its own numbers."""
-    how = settings.how
-    if isinstance(how, Schedule):
-        raise InvalidArgument("a schedule has several clippings: audit one phase at a time.")
-    return how
 
 
 def _plan(settings: TrainingSettings, records: int) -> PrivacyPlan:
@@ -207,9 +195,8 @@ def _step(
     data: Data, settings: TrainingSettings, how: AuditSettings, plan: PrivacyPlan, confidence: float, report: OnGame
 ) -> GameRows:
     """A full batch with the configuration's clipping, noise and multiplier: what a record does where it takes part."""
-    game = StepGame(
-        _clipping(settings), plan.noise_multiplier, noise=settings.noise, seed=settings.seed, delta=plan.delta
-    )
+    clipping = clippings.parse_one(settings.clipping, "audit")
+    game = StepGame(clipping, plan.noise_multiplier, noise=settings.noise, seed=settings.seed, delta=plan.delta)
     releases = how.releases or (JOINT_RELEASES if game.joint else RELEASES)
     steps = 2 * releases if game.joint else math.ceil(releases / game.canaries)
     with _timed() as seconds:
@@ -226,8 +213,8 @@ def _runs(
 ) -> GameRows:
     """Complete trainings of a tiny model with the configuration's clipping, noise and multiplier."""
     rate, steps = max(plan.sample_rate, RUN_RATE), min(plan.steps, RUN_STEPS)
-    how_clipped = _clipping(settings)
-    step = StepGame(how_clipped, plan.noise_multiplier, rate, 2, 16, settings.noise, settings.seed, plan.delta)
+    clipping = clippings.parse_one(settings.clipping, "audit")
+    step = StepGame(clipping, plan.noise_multiplier, rate, 2, 16, settings.noise, settings.seed, plan.delta)
     with _timed() as seconds:
         seen = play_runs(RunGame(step, steps), how.trainings, _counter(report, "runs", how.trainings))
         for final in (True, False):

@@ -39,6 +39,14 @@ def parse(text: str) -> Clipping | Schedule:
     return factory(**given)
 
 
+def parse_one(text: str, doing: str) -> Clipping:
+    """The clipping that a text describes, if it is one. Raises InvalidArgument for a schedule, which cannot be `doing`."""
+    how = parse(text)
+    if isinstance(how, Schedule):
+        raise InvalidArgument(f"a schedule has several clippings: {doing} one phase at a time.")
+    return how
+
+
 def parameters(name: str) -> Mapping[str, Any]:
     """The parameters of a clipping and their defaults, by which they are set and searched."""
     known = inspect.signature(named("clipping", name, CLIPPINGS)).parameters

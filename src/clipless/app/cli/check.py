@@ -15,7 +15,6 @@ from clipless.app.cli._training_options import ClippingOption, LossOption, Model
 from clipless.app.data import Data
 from clipless.app.training import TrainingSettings
 from clipless.errors import CliplessError, InvalidArgument
-from clipless.phases import Schedule
 
 
 def check(
@@ -30,9 +29,7 @@ def check(
     The loss is that of `clipless train`, or --loss, one for each record. Exit code 0: sound, 1: unsound. The report is
     computed from the records and is not private.
     """
-    how = clippings.parse(clipping)
-    if isinstance(how, Schedule):
-        raise InvalidArgument("a schedule has several clippings: check one phase at a time.")
+    how = clippings.parse_one(clipping, "check")
     records = data.load()
     losses = TrainingSettings(loss=loss).losses_for(records)
     subject = models.build(model, records.shape, records.classes, records.vocabulary)

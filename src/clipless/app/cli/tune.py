@@ -206,7 +206,12 @@ def _score(metric: str, score: float) -> str:
 
 
 def _notes(tuned: tuning.Tuned) -> list[str]:
-    notes = [*_delta_notes(tuned.search), tuned.search.price.explanation, f"The score is {tuning.SCORE}"]
+    notes = [
+        *tuned.search.data.notes,
+        *_delta_notes(tuned.search),
+        tuned.search.price.explanation,
+        f"The score is {tuning.SCORE}",
+    ]
     if not tuned.search.price.method.releases_all:
         notes.append(
             "Keep to yourself how long this took: the guarantee is for the released run, not for their number."

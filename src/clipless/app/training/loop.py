@@ -26,7 +26,7 @@ from clipless.app.training.saving import LoopState, RunSaver, Saving
 from clipless.app.training.settings import TrainingSettings
 from clipless.app.training.tasks import TASKS, evaluate
 from clipless.distributed import Alone, Ranks, ranks_of
-from clipless.errors import InvalidArgument
+from clipless.errors import Interrupted, InvalidArgument
 from clipless.private import Private, make_private
 
 SMALL_BATCH = 100_000
@@ -81,8 +81,8 @@ def train(
         private = _attach(model, optimizer, data, settings, noise_seed, group) if settings.private else None
         loader = private.loader if private else _shuffled(data.train, settings.batch_size, shuffle_seed)
         about = {"data": data.name, "settings": asdict(settings)}
+        saver = RunSaver(private, saving, about, stop, ranks)
         try:
-            saver = RunSaver(private, saving, about, stop, ranks)
             state = saver.begin()
             run = _Run(model, optimizer, data, settings, private, state, total=settings.epochs * len(loader))
             progress = TrainingProgress(step=private.steps_taken if private else 0, steps=run.total)
@@ -105,6 +105,11 @@ def train(
                 progress = run.tested(progress)
             seconds = saver.seconds()
             spent = private.spent() if private else None
+        except Interrupted:
+            raise
+        except Exception:
+            saver.abandon()
+            raise
         finally:
             if private:
                 private.detach()

@@ -67,6 +67,7 @@ class RunSaver:
         self._stop, self._ranks = stop, ranks
         self._state = LoopState()
         self._started = self._saved = time.monotonic()
+        self._began = False
 
     def begin(self) -> LoopState:
         """Resume the interrupted run, or start a new one; returns the state of its loop."""
@@ -78,6 +79,7 @@ class RunSaver:
                 self._resume(folder, self._private)
             else:
                 self._private.save_to(folder.ledger)
+                self._began = self._ranks.rank == 0
                 self._save()
         self._stop_if_asked(self._asked(due=True)[1], saved=True)
         return self._state
@@ -88,6 +90,12 @@ class RunSaver:
         if epoch_ended or due:
             self._save()
         self._stop_if_asked(stop, saved=epoch_ended or due)
+
+    def abandon(self) -> None:
+        """Remove the files of a run that failed before its first step, so that the corrected one can take the folder.
+        Only of a run that was begun here: the folder may hold that of another process, which has no step yet."""
+        if self._began and self._saving:
+            RunFolder(self._saving.out).discard_unstarted()
 
     def _prepare_folder(self, folder: RunFolder, private: Private) -> bool:
         """Whether there is a run to resume; otherwise the folder is made ready for a new one."""
