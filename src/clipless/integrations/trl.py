@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from trl import SFTTrainer
+from trl.trainer.sft_trainer import SFTTrainer
 
 from clipless.errors import InvalidArgument
 from clipless.integrations.transformers import PrivateTrainer
