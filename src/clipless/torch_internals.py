@@ -40,7 +40,7 @@ try:
     RECURRENT_KERNELS: Any = torch._VF
 except (ImportError, AttributeError) as error:
     raise MissingLibrary(
-        f"clipless is made for torch 2.13 to 2.15, and this is torch {torch.__version__}, which lacks what it needs ({error}): "
+        f"clipless is made for torch 2.13 to 2.15, and this is torch {torch.__version__}, which lacks something ({error}): "
         "install one of these, pip install 'torch>=2.13'."
     ) from error
 
