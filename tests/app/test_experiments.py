@@ -114,6 +114,16 @@ def test_a_stored_run_is_not_run_again_and_a_changed_one_is(small: Configuration
     assert all(running.stored(folder, cell) is None for cell in changed.cells())
 
 
+def test_a_run_stored_before_a_setting_existed_counts(small: Configuration, folder: Path, tmp_path: Path) -> None:
+    cell = small.cells()[0]
+    record = running.stored(folder, cell)
+    assert record is not None
+    older = {name: value for name, value in record["settings"].items() if name != "averaging"}
+    for settings, counts in ((older, True), (older | {"averaging": 0.5}, False), ({}, False)):
+        running.write_record(tmp_path / running.RUNS / f"{cell.stem}.json", record | {"settings": settings})
+        assert (running.stored(tmp_path, cell) is not None) == counts
+
+
 def test_a_grid_that_was_interrupted_goes_on(small: Configuration, folder: Path, tmp_path: Path) -> None:
     class Stopped(Exception):
         pass

@@ -18,7 +18,7 @@ from clipless.app.data import Data
 from clipless.app.progress import OnProgress
 from clipless.app.reproduce import measures
 from clipless.app.reproduce.configuration import Configuration, GridRun
-from clipless.app.training import Result, Saving, train
+from clipless.app.training import Result, Saving, TrainingSettings, train
 from clipless.app.tuning.pools import InProcess, Pool, Processes
 from clipless.errors import CliplessError
 from clipless.runs.durable_files import replace_file
@@ -93,7 +93,8 @@ def stored(folder: Path, cell: GridRun) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         raise DamagedRecord(f"{path} is not JSON ({error}): remove it, and the run is repeated.") from error
-    return record if record.get("settings") == asdict(cell.settings) else None
+    settings = asdict(TrainingSettings()) | (record.get("settings") or {})  # a setting that is newer had its default
+    return record if settings == asdict(cell.settings) else None
 
 
 class DamagedRecord(CliplessError, ValueError):
