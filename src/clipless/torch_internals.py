@@ -40,13 +40,8 @@ try:
     RECURRENT_KERNELS: Any = torch._VF
 except (ImportError, AttributeError) as error:
     raise MissingLibrary(
-<<<<<<< HEAD
-        f"clipless works with torch 2.6 to 2.15, and this is torch {torch.__version__}, which lacks what it needs "
-        f"({error}): install one of these, pip install 'torch>=2.6'."
-=======
         f"clipless is made for torch 2.13 to 2.15, and this is torch {torch.__version__}, which lacks something ({error}): "
         "install one of these, pip install 'torch>=2.13'."
->>>>>>> s26-links
     ) from error
 
 __all__ = [
