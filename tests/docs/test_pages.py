@@ -136,9 +136,14 @@ def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(("name", "line"), SHELL)
-def test_command_is_one_that_exists(name: str, line: str) -> None:
-    """Its options are parsed as the command line does; nothing is run."""
-    first, *rest = shlex.split(line, comments=True)
+def test_command_is_one_that_exists(name: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options are parsed as the command line does; nothing is run. A configuration that it names is there, and empty."""
+    first, *rest = shlex.split(line.partition(" > ")[0], comments=True)
+    if "--config" in rest:
+        monkeypatch.chdir(tmp_path)
+        config = Path(rest[rest.index("--config") + 1])
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.touch()
     while "=" in first:
         first, *rest = rest
     if first == "clipless":

@@ -100,6 +100,13 @@ SABOTAGES = (
         (f"{TESTS}::test_every_parameter_is_compared",),
     ),
     Sabotage(
+        "new-patterns-not-checked",
+        "gradients/capture/recorder.py",
+        "            micro.due, pattern.unchecked = True, False\n",
+        "            pattern.unchecked = False\n",
+        (f"{TESTS}::test_a_new_way_of_calling_the_model_is_checked_whenever_it_comes",),
+    ),
+    Sabotage(
         "anything-apart-is-rounding",
         TOTALS,
         " and max(lost.values()) <= NEARLY:",

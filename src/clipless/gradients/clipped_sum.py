@@ -20,7 +20,8 @@ from clipless.torch_internals import pytree
 def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: str | Clipping = "auto-s") -> ClippedSum:
     """The sum over the batch of each record's clipped gradient: no noise, no division, nothing private about it.
 
-    `loss_fn(model, batch)` returns one loss per record. The model is left unchanged, even if it is refused.
+    `loss_fn(model, batch)` returns one loss per record. The model is left unchanged, even if it is refused. Whether records
+    stay apart is not checked here, as it is in a private run: `clipless.check` does that.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> result = clipped_sum(model, lambda m, x: m(x)[:, 0], torch.tensor([[3.0, 4.0], [0.0, 0.5]]), "abadi")

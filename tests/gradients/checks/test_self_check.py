@@ -245,6 +245,38 @@ def test_every_mixing_model_is_found_before_anything_is_released(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class MixesWhenMasked(nn.Module):
+    """Through the same modules in the same order, with masks and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h if mask.all() else h.roll(1, 0))
+
+
+@pytest.mark.parametrize("new_at", [1, 3, 5])
+def test_a_new_way_of_calling_the_model_is_checked_whenever_it_comes(new_at: int) -> None:
+    torch.manual_seed(0)
+    model, x, y = MixesWhenMasked(), torch.randn(6, 4), torch.randint(CLASSES, (6,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    private = clipless.make_private(
+        model, optimizer, TensorDataset(x, y), noise_multiplier=1.0, delta=1e-3, accountant="rdp", steps=6, seed=1,
+        batch_size=6,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModule, match="not in the|depends on the other records"):
+        for step, (x, y) in enumerate(private.loader, 1):
+            mask = torch.ones(6, 4, dtype=torch.long)
+            mask[:, 2:] = int(step != new_at)
+            optimizer.zero_grad()
+            private.backward(F.cross_entropy(model(x, mask), y, reduction="none"))
+            optimizer.step()
+    assert private.ledger.steps == new_at - 1
+    private.detach()
+
+
 class AtTheEdge(nn.Module):
     """A unit at the edge of its ReLU, on the side that `positive` says of the batch: what rounding does, made certain."""
 

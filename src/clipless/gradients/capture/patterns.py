@@ -21,6 +21,8 @@ class CallPattern:
     operation by operation although the data decide which operations run; seeds identify the records of their rows.
     `strays` are parameters that are used outside their module's forward; everywhere else traced tensors replace them.
 
+    `unchecked` until seeds have confirmed, on more than one record, what the probes found.
+
     A shortcut for the most common calls: `single_tensors` has the places of modules that take and return one tensor, with
     the dimension of the records in both; `single_input` has (id of the module, training mode, rank) if the model is called
     with a single tensor, records first.
@@ -29,6 +31,7 @@ class CallPattern:
     def __init__(self, rules: Mapping[str, LayerRule]) -> None:
         self.layout = Layout()
         self.learned = False
+        self.unchecked = True
         self.reading: Reading = {}
         self.square = False
         self.by_operation: set[str] = set()
@@ -74,7 +77,7 @@ class CallPattern:
 
     def forget(self) -> None:
         """Forget what was learned, because a pass was refused or interrupted and may not be typical."""
-        self.learned = False
+        self.learned, self.unchecked = False, True
         self.by_operation.clear()
         self._as_a_whole.clear()
         self.routed.clear()

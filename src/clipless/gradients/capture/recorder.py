@@ -161,6 +161,8 @@ class Recorder:
         current.calls, current.operations = {}, OperationCounter()
         micro.modes = list(map(TRAINING, self._modules))
         pattern = current.pattern
+        if pattern.unchecked and micro.records > 1 and not again:
+            micro.due, pattern.unchecked = True, False
         forward_pass = self._self_check.begin(layer.module, layer.name, inputs, micro, pattern.reading, pattern.square)
         current.forward_pass, current.anchor = forward_pass, forward_pass.anchor
         return changed
