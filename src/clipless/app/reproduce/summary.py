@@ -11,6 +11,7 @@ from clipless.app.reproduce.choosing import Choosing
 from clipless.app.reproduce.configuration import Configuration, Published
 
 CONFIDENCE = 0.95
+MANY = 1e5
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,13 @@ def interval(values: Sequence[float]) -> float | None:
 
 
 def with_interval(mean: float, half: float | None) -> str:
-    """A mean and half its interval for a reader, with as many digits as tell something."""
-    digits = 2 if abs(mean) >= 1 else 4
-    return f"{mean:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+    """A mean and half its interval for a reader, with as many digits as tell something.
+
+    >>> with_interval(17894993.7, 9842816.4), with_interval(0.42291, None)
+    ('1.8e+07 ± 9.8e+06', '0.4229')
+    """
+    form = ".1e" if abs(mean) >= MANY else ".2f" if abs(mean) >= 1 else ".4f"
+    return f"{mean:{form}}" + ("" if half is None else f" ± {half:{form}}")
 
 
 def lines(experiment: Configuration, records: Sequence[Mapping[str, Any]]) -> list[TableLine]:
