@@ -43,6 +43,7 @@ LOOK = """<script>addEventListener("load", () => {
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     runs = {"auto": [], "a-run-with-quite-a-long-name-that-has-no-space": ["--clipping", "dc-p"]}
+    runs["plain"] = ["--clipping", "none"]
     for name, extra in runs.items():
         arguments = ["train", "--model", "linear", "--epochs", "2", "--accountant", "rdp", "--out", str(folder / name)]
         assert CliRunner().invoke(app, [*arguments, *extra, "--json"], catch_exceptions=False).exit_code == 0

@@ -82,6 +82,8 @@ def attention_with_dropout(
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
+        if attn_mask is not None:
+            raise RuntimeError("scaled_dot_product_attention takes attn_mask or is_causal, not both")
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
         taken = attn_mask.logical_not() if attn_mask.dtype == torch.bool else attn_mask
