@@ -24,9 +24,9 @@ import pytest
 import zoo
 
 from clipless.accounting import StepEvent
-from clipless.app.auditing import AuditSettings, audit
+from clipless.app.auditing import audit
 from clipless.app.data import load
-from clipless.app.training import TrainingSettings
+from clipless.app.settings import AuditSettings, TrainingSettings
 from clipless.auditing import (
     CanaryTrace,
     RunGame,

@@ -25,8 +25,11 @@ from typing import IO, Any, NamedTuple
 
 HERE = Path(__file__).parent
 # What most programs need. What else they import they import themselves.
-IMPORTS = "torch, torch.distributed.fsdp, sklearn.datasets, scipy.stats, dp_accounting, clipless.private, clipless.oracle, \
-clipless.app.training, clipless.app.cli.train, clipless.app.cli.report, clipless.app.tuning, clipless.app.bench.problems"
+IMPORTS = (
+    "torch, torch.distributed.fsdp, sklearn.datasets, scipy.stats, dp_accounting, clipless.private, clipless.oracle, \
+clipless.app.training, clipless.app.commands.train, clipless.app.commands.report, clipless.app.tuning, \
+clipless.app.bench.problems"
+)
 
 
 class Done(NamedTuple):

@@ -6,9 +6,8 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import clipless
+from clipless.app.cli import COMMANDS
 from compiling import build_hook
 
 ROOT = Path(__file__).parents[1]
@@ -28,13 +27,44 @@ def test_importing_loads_nothing_heavy() -> None:
     assert loaded("import clipless; dir(clipless); clipless.BudgetSpent; clipless.errors") == "[]"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []], ids=str)
-def test_asking_for_help_loads_nothing_heavy(arguments: list[str]) -> None:
-    ask = (
-        "from typer.testing import CliRunner; from clipless.app.cli import app\n"
-        f"assert CliRunner().invoke(app, {arguments}).output.count('clipless')"
+def test_asking_for_help_loads_nothing_heavy() -> None:
+    """One after the other in one process, which shows the first that loads anything."""
+    asks = [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)]
+    program = (
+        "from typer.testing import CliRunner; from clipless.app.cli import app; import sys\n"
+        f"for ask in {asks}:\n"
+        "    shown = CliRunner().invoke(app, ask, prog_name='clipless')\n"
+        f"    assert shown.exit_code == 0 and 'clipless' in shown.output and not {HEAVY} & sys.modules.keys(), ask"
     )
-    assert loaded(ask) == "[]"
+    assert loaded(program) == "[]"
+
+
+COMPLETED = {
+    "tr": "train",
+    "train --noise-m": "--noise-multiplier",
+    "train --data fash": "fashion-mnist",
+    "train --model enc": "encoder",
+    "train --clipping quant": "quantile",
+    "train --noise see": "seeded",
+    "train --optimizer na": "nadam",
+    "compare --clippings auto-s,non": "auto-s,none",
+    "tune --method li": "liu-talwar",
+    "audit --games step,one": "step,one-run",
+    "bench --models mlp,cn": "mlp,cnn",
+    "reproduce auto-fa": "auto-fashion",
+}
+
+
+def test_completion_loads_nothing_heavy() -> None:
+    program = (
+        "from typer.testing import CliRunner; from clipless.app.cli import app; import sys\n"
+        f"for words, expected in {COMPLETED}.items():\n"
+        "    line = {'COMP_WORDS': 'clipless ' + words, 'COMP_CWORD': str(len(words.split()))}\n"
+        "    environment = line | {'_CLIPLESS_COMPLETE': 'complete_bash'}\n"
+        "    shown = CliRunner().invoke(app, [], prog_name='clipless', env=environment)\n"
+        f"    assert shown.output.split() == [expected] and not {HEAVY} & sys.modules.keys(), (words, shown.output)"
+    )
+    assert loaded(program) == "[]"
 
 
 def test_the_test_would_see_it() -> None:

@@ -306,7 +306,7 @@ def test_a_torn_last_line_is_shown_with_one_step_more_and_exit_code_3(
     assert exit_code(monkeypatch, *command, str(run)) == 3
     output = capsys.readouterr()
     assert "torn" in output.err
-    assert "torn: counted as one step more" in output.out
+    assert "torn: counted as one more step" in output.out
     assert "whole" not in output.out
 
 

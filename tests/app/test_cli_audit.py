@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from clipless.app.auditing import Audit, AuditSettings, audit
+from clipless.app.auditing import Audit, audit
 from clipless.app.cli import app
-from clipless.app.cli.audit import note_on
+from clipless.app.commands.audit import note_on
 from clipless.app.data import load
-from clipless.app.training import TrainingSettings
+from clipless.app.settings import AuditSettings, TrainingSettings
 from clipless.errors import InvalidArgument
 from clipless.noise import NoiseSource
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clipless.app.cli._begin import _slug
+from clipless.app.commands.begin import slug
 from clipless.app.data.own.reading import read
 from clipless.app.toml_text import toml_text
 from commanding import Done, run_main
@@ -187,7 +187,7 @@ def test_a_run_that_another_process_has_begun_stays(shell: Shell, monkeypatch: p
     """It has no step yet. If a second one removed its ledger, what it spends would be lost."""
     options = [*OWN, *QUICK, "--out", "a"]
     with monkeypatch.context() as patch:
-        patch.setattr("clipless.app.cli._signals.Stop.__call__", lambda self: True)
+        patch.setattr("clipless.app.terminal.signals.Stop.__call__", lambda self: True)
         assert shell("train", *options).returncode == 130
     before = {path.name: path.read_bytes() for path in (shell.folder / "a").iterdir()}
     assert {"ledger.jsonl", "checkpoint.pt"} <= before.keys()
@@ -213,7 +213,7 @@ def test_an_interrupted_run_on_a_table_goes_on_as_it_was_begun(shell: Shell, mon
     shell.good("train", *options, "whole")
     asked = iter([False, False, True])
     with monkeypatch.context() as patch:
-        patch.setattr("clipless.app.cli._signals.Stop.__call__", lambda self: next(asked))
+        patch.setattr("clipless.app.terminal.signals.Stop.__call__", lambda self: next(asked))
         assert shell("train", *options, "cut").returncode == 130
     for other in (["--target", "job"], ["--drop", "age"], ["--classes", "yes,no"], ["--data", "digits"]):
         assert "other arguments (about the data)" in shell.bad("train", "--resume", "--out", "cut", *other)
@@ -280,7 +280,7 @@ def test_names_of_columns_and_files_cannot_write_into_the_report(shell: Shell) -
     compared = shell("compare", *options, "--clippings", "auto-s", "--seeds", "1", "--out", "c")
     assert compared.returncode == 0, compared.stderr
     assert "[red]<b>, linear" in compared.stdout
-    assert _slug("[red]<b>", "linear") == "red-b--linear"
+    assert slug("[red]<b>", "linear") == "red-b--linear"
 
 
 def test_compare_keeps_runs_of_other_rules_apart(shell: Shell) -> None:

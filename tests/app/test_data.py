@@ -91,7 +91,7 @@ BAD: dict[str, tuple[Callable[[Path], Path | str], str]] = {
     "missing csv": (lambda p: p / "none.csv", "there is no file"),
     "missing npz": (lambda p: "none.npz", "there is no file"),
     "missing folder": (lambda p: p / "none", "there is no"),
-    "other file": (lambda p: Path(__file__), "is no data set"),
+    "other file": (lambda p: Path(__file__), "is not a data set"),
     "empty folder": (lambda p: p, "lacks train-images"),
     "idx cut short": (
         lambda p: broken_idx(p, "t10k-labels-idx1-ubyte", b"\0\0\x08\x01\0\0\0\x09\1"),

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from clipless.accounting import StepEvent
 from clipless.accounting.selection import LiuTalwar
+from clipless.app import clippings
 from clipless.app.cli import app
 from clipless.app.data import DATA, load
 from clipless.app.models import MODELS, TEXT_MODELS
@@ -90,7 +91,7 @@ def test_every_configuration_can_be_run(name: str) -> None:
         assert len({cell.stem for cell in cells}) == len(cells)
         for cell in cells:
             assert cell.settings.model in (*MODELS, *TEXT_MODELS)
-            assert not cell.settings.private or cell.settings.how
+            assert not cell.settings.private or clippings.parse(cell.settings.clipping)
     assert len(one.quickly().cells()) < len(one.cells())
     for published in one.published:
         assert any(one.published_for(cell.row, cell.point) == published for cell in one.cells()), published

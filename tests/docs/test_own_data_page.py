@@ -33,7 +33,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert done.returncode == 0, (words, done.stderr)
         if output:
             output.write_text(done.stdout)
-    assert len(ran) == 10
+    assert len(ran) == 14
     assert (tmp_path / "runs" / "board").is_dir()
 
 

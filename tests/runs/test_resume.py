@@ -284,7 +284,7 @@ def test_a_run_says_what_it_was_begun_with(tmp_path: Path) -> None:
 
 
 def test_without_privacy_nothing_is_kept_and_stopping_stops(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted, match="starts anew"):
+    with pytest.raises(Interrupted, match="has to start again"):
         train(blobs(), replace(QUICK, clipping="none"), saving=Saving(tmp_path), stop=StopAt(2))
     assert not os.listdir(tmp_path)
 

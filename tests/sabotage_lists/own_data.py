@@ -2,7 +2,7 @@
 
 from sabotage_lists.one import Sabotage
 
-OWN, CLI, TRAINING = "app/data/own", "app/cli", "app/training"
+OWN, BODIES, TRAINING = "app/data/own", "app/commands", "app/training"
 TABLES, COMMANDS = "tests/app/test_own_tables.py", "tests/app/test_cli_own.py"
 
 SABOTAGES = (
@@ -44,8 +44,8 @@ SABOTAGES = (
     Sabotage(
         "cell-shown-in-an-error",
         f"{OWN}/rules.py",
-        "is no {kind}{_hint(text)}.",
-        "is no {kind}{_hint(text)}: {text}.",
+        "is not a {kind}{_hint(text)}.",
+        "is not a {kind}{_hint(text)}: {text}.",
         (TABLES,),
     ),
     Sabotage(
@@ -57,14 +57,14 @@ SABOTAGES = (
     ),
     Sabotage(
         "digest-of-the-schema-not-stored",
-        f"{CLI}/_config.py",
+        f"{BODIES}/effective_config.py",
         'rules = {"made_from": own.made_from, "columns": dict(own.columns)}',
         'rules = {"columns": dict(own.columns)}',
         (COMMANDS,),
     ),
     Sabotage(
         "seed-stored-in-the-configuration",
-        f"{CLI}/_config.py",
+        f"{BODIES}/effective_config.py",
         'if name not in ("seed", "test_every")}',
         'if name not in ("test_every",)}',
         (COMMANDS,),
@@ -92,8 +92,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "other-data-resumed",
-        f"{CLI}/_begin.py",
-        "if now.data != before.data or stated != before.own(**rules):",
+        f"{BODIES}/begin.py",
+        "if now.data != before.data or stated != own_data(before, **rules):",
         "if now.data != before.data:",
         (COMMANDS,),
     ),

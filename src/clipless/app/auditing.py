@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 from clipless.app import clippings, models
 from clipless.app.data import Data
-from clipless.app.training import TrainingSettings
-from clipless.arguments import named, whole
+from clipless.app.settings import AuditSettings, TrainingSettings
+from clipless.app.training.settings import optimizer_for
 from clipless.auditing import (
     Canaries,
     RunGame,
@@ -36,36 +36,8 @@ from clipless.errors import InvalidArgument
 from clipless.plan import PrivacyPlan
 from clipless.private import make_private
 
-GAMES = ("step", "one-run", "runs")
 RELEASES, JOINT_RELEASES = 20_000, 3000
 RUN_STEPS, RUN_RATE = 8, 0.25
-LEAST_RELEASES = 100
-
-
-@dataclass(frozen=True)
-class AuditSettings:
-    """How much is played. `releases=None` stands for 20,000 games of the step, or 3000 where a statistic is released
-    beside the gradient, since each then takes a step of its own."""
-
-    games: tuple[str, ...] = ("step", "one-run")
-    releases: int | None = None
-    canaries: int = 1000
-    kind: str = "crafted"
-    trainings: int = 200
-    confidence: float = 0.95
-
-    def __post_init__(self) -> None:
-        for game in self.games:
-            named("game", game, dict.fromkeys(GAMES))
-        if not self.games or len(set(self.games)) < len(self.games):
-            raise InvalidArgument(f"name each game once, one at least of {', '.join(GAMES)}.")
-        if not 0.5 < self.confidence < 1:
-            raise InvalidArgument(f"confidence is {self.confidence}: choose one above 0.5 and below 1, such as 0.95.")
-        whole("trainings", self.trainings)
-        if self.releases is not None and whole("releases", self.releases) < LEAST_RELEASES:
-            raise InvalidArgument(f"releases is {self.releases}: fewer than {LEAST_RELEASES} games prove nothing.")
-        Canaries(self.canaries, self.kind)
-
 
 OnGame = Callable[[str, float], None]
 
@@ -132,9 +104,11 @@ def audit(
     if not settings.private:
         raise InvalidArgument("clipping none makes no claim that could be audited: choose a clipping.")
     clippings.parse_one(settings.clipping, "audit")
-    settings.optimizer_for(data)
+    optimizer_for(settings, data)
     if "one-run" in how.games and (data.task != "classes" or data.vocabulary):
-        raise InvalidArgument(f"{data.name}: the game one-run needs numbers in classes; play --games step,runs.")
+        raise InvalidArgument(
+            f"{data.name}: the game one-run needs numeric records with classes; play --games step,runs."
+        )
     began = time.monotonic()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(np.random.SeedSequence(settings.seed).generate_state(1)[0]))
@@ -171,7 +145,7 @@ def _privacy(settings: TrainingSettings) -> dict[str, Any]:
         "delta": settings.delta,
         "batch_size": settings.batch_size,
         "epochs": settings.epochs,
-        "clipping": settings.how,
+        "clipping": clippings.parse(settings.clipping),
         "accountant": settings.accountant,
         "noise": settings.noise,
         "seed": settings.seed,
@@ -180,7 +154,7 @@ def _privacy(settings: TrainingSettings) -> dict[str, Any]:
 
 
 def _plan(settings: TrainingSettings, records: int) -> PrivacyPlan:
-    """The plan of a run on so many records, made as any run makes it."""
+    """The plan of a run on this many records, made as any run makes it."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private = make_private(model, optimizer, TensorDataset(torch.zeros(records, 1)), **_privacy(settings))
@@ -229,7 +203,7 @@ def _one_run(
     data: Data, settings: TrainingSettings, how: AuditSettings, plan: PrivacyPlan, confidence: float, report: OnGame
 ) -> GameRows:
     """One training of the configuration on its own data and on canaries."""
-    choice = settings.optimizer_for(data)
+    choice = optimizer_for(settings, data)
     lr = choice.lr if settings.lr is None else settings.lr
     model = models.build(settings.model, data.shape, data.classes)
     canaries = Canaries(how.canaries, how.kind, settings.seed)
@@ -265,7 +239,7 @@ def _composed(
     steps: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """A row whose bound is that of the whole run, had all its steps the noise that explains what was seen."""
+    """A row whose bound is the epsilon of the whole run if all its steps had the noise that explains what was seen."""
     played = SampledGaussian(sample_rate, steps)
     explained = played.noise_multiplier(*verdict.rates.upper(verdict.confidence), near=noise_multiplier)
     bound = SampledGaussian(plan.sample_rate, plan.steps).epsilon(explained, plan.delta)

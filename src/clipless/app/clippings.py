@@ -54,7 +54,7 @@ def parameters(name: str) -> Mapping[str, Any]:
 
 
 def with_parameter(text: str, parameter: str, value: str) -> str:
-    """The text with one parameter set, or set anew. Raises as `parse` does.
+    """The text with one parameter set or replaced. Raises as `parse` does.
 
     >>> with_parameter("dc-p(bins=30)", "percentile", "0.3")
     'dc-p(bins=30, percentile=0.3)'
@@ -71,7 +71,7 @@ def with_parameter(text: str, parameter: str, value: str) -> str:
 
 
 def split(text: str) -> list[str]:
-    """The parts between commas that are in no bracket.
+    """The parts between commas outside of brackets.
 
     >>> split("dc-p(percentile=0.3, bins=30), auto-s")
     ['dc-p(percentile=0.3, bins=30)', 'auto-s']
@@ -119,7 +119,7 @@ def _phase(part: str) -> tuple[float, Clipping]:
         number = float(share)
     except ValueError:
         raise InvalidArgument(
-            f"{part!r} is no phase of a schedule: write a share of the steps and a clipping, as '0.95 abadi'."
+            f"{part!r} is not a phase of a schedule: write a share of the steps and a clipping, as '0.95 abadi'."
         ) from None
     clipping = parse(rest)
     if isinstance(clipping, Schedule):

@@ -22,6 +22,7 @@ from clipless.app.data import Data
 from clipless.app.progress import OnProgress
 from clipless.app.reproduce.summary import interval, with_interval
 from clipless.app.training import TASKS, Result, TrainingProgress, TrainingSettings, train
+from clipless.app.training.settings import optimizer_for
 from clipless.errors import DamagedFile, InvalidArgument
 from clipless.rounding import rounded_up
 from clipless.runs.durable_files import replace_file
@@ -58,7 +59,7 @@ class Compared:
 
     @property
     def merit(self) -> float:
-        """The mean as a number of which more is better; that of runs which diverged is the least."""
+        """The mean as a number of which more is better; minus infinity if a run diverged."""
         if not math.isfinite(self.mean):
             return -math.inf
         return self.mean if self.higher_is_better else -self.mean
@@ -96,14 +97,14 @@ def compare(
     on_progress: OnProgress = lambda what, done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Compared]:
-    """Train each clipping `repeats` times; runs that the folder holds are taken from there.
+    """Train each clipping `repeats` times; runs that the folder already holds are not repeated.
 
-    With a seed in `settings`, repetition k of every clipping has the seed that many higher, so that runs can be repeated.
+    With a seed in `settings`, repetition k of every clipping uses that seed plus k, so that runs can be repeated.
     Raises InvalidArgument before training if the folder holds runs of another configuration.
     """
     chosen = [replace(settings, clipping=clipping) for clipping in dict.fromkeys(clippings)]
     for one in chosen:
-        one.optimizer_for(data)
+        optimizer_for(one, data)
     tasks = [(one, number) for number in range(repeats) for one in chosen]
     for one, number in tasks:
         _stored(folder, data, one, number)
@@ -140,8 +141,8 @@ def cost(folder: Path) -> ComparisonPrice:
 
 
 def advice(found: Sequence[Compared]) -> str:
-    """Which clipping to take, in a line. Those that a test cannot tell from the best one are named; if the default is
-    among them, it is taken, as it has no threshold to set."""
+    """Which clipping to use, in a line. Those that a test cannot tell from the best one are named; if the default is
+    among them, it is preferred, as it has no threshold to set."""
     private = sorted((one for one in found if one.clipping != PLAIN), key=lambda one: -one.merit)
     if not private:
         return "Nothing private was compared."
@@ -177,7 +178,7 @@ def price_text(found: ComparisonPrice) -> list[str]:
 
 
 def _within(on_progress: OnProgress, what: str, done: float, total: float) -> Callable[[TrainingProgress], None]:
-    """Reports a run's steps as a part of all runs."""
+    """Reports the steps of a run as a share of all runs."""
     return lambda at: on_progress(what, done + at.step / at.steps, total)
 
 

@@ -11,7 +11,7 @@ from clipless.errors import InvalidArgument, InvalidType
 def import_callable(path: str, kind: str, form: str) -> Callable[..., Any]:
     """The callable of that name, for example `"mypackage.models:build"`. `form` says what it takes and returns.
 
-    Raises InvalidArgument if it cannot be imported, with the nearest name in the module, InvalidType if it is no callable.
+    Raises InvalidArgument, with the nearest name in the module, if it cannot be imported; InvalidType if it is not callable.
 
     >>> import_callable("math:sqrt", "loss", "(output, y) -> losses")(4.0)
     2.0

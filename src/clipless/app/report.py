@@ -46,7 +46,7 @@ class RunReport:
         if self.file is None:
             return "in run.json only: changes to it would not be noticed"
         if self.torn:
-            return f"line {len(self.file.entries) + 2} is torn: counted as one step more"
+            return f"line {len(self.file.entries) + 2} is torn: counted as one more step"
         return "whole: every line follows from the one before"
 
     @property

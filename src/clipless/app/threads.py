@@ -1,4 +1,4 @@
-"""The number of torch's threads for a while."""
+"""The number of torch's threads, set for a block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
 """Is the claimed epsilon true? Attacks on clipless through its public API, and what they prove: lower bounds on epsilon.
 
 `play` and `judge_step` attack one step, `play_runs` and `judge_runs` whole trainings of a tiny model, `one_run` and
-`judge_canaries` a single training of any classifier; `play_model` takes one step of any small model. docs/audit.md says what
+`judge_canaries` a single training of any classifier, and `play_model` one step of any small model. docs/audit.md says what
 each assumes.
 """
 

@@ -10,7 +10,7 @@ from clipless.partition import Partition, partition
 
 FAR = 1e12
 _LADDER = torch.logspace(-3, 3, 4001, dtype=torch.float64)
-# The engine's rounding may put a norm at a cutoff above it.
+# Rounding in the engine may move a norm at the cutoff above it.
 BELOW_CUTOFF = 0.999
 
 

@@ -18,7 +18,8 @@ from clipless.arrays import Floats
 EPSILONS = np.concatenate([[0.0], np.geomspace(0.01, 40, 80)])
 LESS, MORE = 8.0, 64.0
 TOLERANCE = 1e-3
-# Of the grid of privacy losses: finer than what matters, and no finer than a step's loss without much noise deserves.
+# The interval of the grid of privacy losses, and its least share of the loss of a step with multiplier 1: with little noise
+# losses are large, and a finer grid would gain nothing.
 INTERVAL, OF_LOSS = 5e-3, 2e-4
 
 
@@ -30,15 +31,15 @@ class SampledGaussian:
     steps: int = 1
 
     def epsilon(self, noise_multiplier: float, delta: float, accountant: str = "pld") -> float:
-        """What the accountant says of such releases; 0 for infinite noise, infinite for none."""
+        """The accountant's epsilon for such releases; 0 for infinite noise, infinite without noise."""
         if noise_multiplier <= 0:
             return math.inf
         return ACCOUNTANTS[accountant].epsilon(((StepEvent(self.sample_rate, noise_multiplier), self.steps),), delta)
 
     def noise_multiplier(self, fpr: float, fnr: float, near: float = 1.0) -> float:
-        """The largest noise multiplier that allows a test of these error rates, rounded up; infinite if they are no better
-        than guessing, 0 if even without noise the record would be missed more often, being left out of every batch.
-        For several sampled steps it is searched for from `near / LESS` to `near * MORE`."""
+        """The largest noise multiplier that allows a test with these error rates, rounded up; infinite if they are no better
+        than guessing, 0 if even without noise the record would be missed more often, because no batch contains it.
+        For several sampled steps the search goes from `near / LESS` to `near * MORE`."""
         if self.steps == 1 or self.sample_rate == 1:
             mu = float(self.separation(np.array(fpr), np.array(fnr)))
             return math.inf if mu <= 0 else math.sqrt(self.steps) / mu
@@ -61,7 +62,7 @@ class SampledGaussian:
 
         With rate q a test that errs with rate a on data without the record misses it at least with rate
         (1 − q)·(1 − a) + q·Φ(Φ⁻¹(1 − a) − μ). Solved for μ; infinite if the record is missed less often than it is left
-        out. Exact for one step and for full batches, elsewhere a figure of merit.
+        out. Exact for one step and for full batches, otherwise only a figure of merit.
         """
         q = self.sample_rate if self.steps == 1 else 1.0
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -78,7 +79,7 @@ class SampledGaussian:
 
 @lru_cache(maxsize=256)
 def _profile(sample_rate: float, steps: int, noise_multiplier: float) -> Floats:
-    """Upper bounds on delta at `EPSILONS`, by dp-accounting itself: not by the code that made the claim."""
+    """Upper bounds on delta at `EPSILONS`, by dp-accounting itself and not by the code that made the claim."""
     interval = max(INTERVAL, OF_LOSS / noise_multiplier**2)
     one = privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier, sampling_prob=sample_rate, value_discretization_interval=interval

@@ -17,7 +17,7 @@ MOST_NUMBERS = 50_000
 
 @dataclass(frozen=True)
 class Finding:
-    """One test of the noise: how likely is what was seen, or worse, if the noise is as claimed?"""
+    """One test of the noise: how likely is this value, or a worse one, if the noise is as claimed?"""
 
     test: str
     value: float
@@ -37,7 +37,7 @@ def gaussian_fit(residuals: Floats, groups: Integers) -> tuple[Finding, ...]:
 def _tests(residuals: Floats, groups: Integers) -> Iterator[Finding]:
     for group in np.unique(groups):
         yield from _moments(f"group {group}", residuals[:, groups == group].ravel())
-    if float(residuals.std()) < LEAST_STDDEV:  # no noise: nothing to compute correlations of
+    if float(residuals.std()) < LEAST_STDDEV:  # without noise there are no correlations to compute
         return
     some = residuals.ravel()[:MOST_NUMBERS]
     shape = stats.kstest(some, "norm")
@@ -76,5 +76,5 @@ def _correlation(between: str, rows: Floats) -> Finding:
 
 
 def _spread(steps: int, most: int) -> Integers:
-    """At most so many steps, evenly from all: a stream that repeats after a resume repeats at a large distance."""
+    """At most this many steps, evenly spaced: noise that repeats after a resume repeats many steps later."""
     return np.unique(np.linspace(0, steps - 1, min(steps, most)).astype(np.int64))

@@ -1,4 +1,4 @@
-"""The Gaussian form of one-run auditing: how far canaries move releases, by the values of their scores and not by guesses.
+"""The Gaussian form of one-run auditing: how far canaries move releases, from the values of their scores, not from guesses.
 
 Canary i has a coordinate of its own. By the claim its release in step t, over the claimed standard deviation of the noise,
 is x = Z + a·B if the canary is in and x = Z if it is out, with Z standard normal, B = 1 with probability q (it is drawn) and
@@ -7,12 +7,12 @@ a = 1/noise multiplier. What is left open is
     x = s·(Z + κ·a·B),
 
 any size s of the noise, and a canary that moves a release κ times as far, in standard deviations, as is claimed. Its score
-is g = Σ_t log(1 − q + q·exp(a·x − a²/2)), the log-likelihood ratio by the claim, growing with x. The statistic is the mean
-score of the canaries that are in less that of those that are out. Its law under (s, κ) is that of a sum of independent
-terms, computed from their characteristic functions: no central limit is taken over steps or canaries. Σx² of the canaries
-that are out is s² times a chi-square variable and bounds s from above. The tail of the statistic grows with κ, since g grows
-with x, and so it does with s, since g is convex. So the largest κ at which the tail beyond what was seen is below the level
-is a lower bound, also for canaries that move releases by different amounts.
+is g = Σ_t log(1 − q + q·exp(a·x − a²/2)), the log-likelihood ratio under the claim, which grows with x. The statistic is the
+mean score of the canaries that are in minus that of those that are out. Its law under (s, κ) is that of a sum of independent
+terms, computed from their characteristic functions: no central limit theorem is applied to steps or canaries. Σx² of the
+canaries that are out is s² times a chi-square variable and bounds s from above. The tail of the statistic grows with κ,
+since g grows with x, and with s, since g is convex. So the largest κ at which the tail beyond the value seen is below the
+level is a lower bound, also for canaries that move releases by different amounts.
 """
 
 import math
@@ -33,7 +33,7 @@ Steps = tuple[tuple[StepEvent, int], ...]
 FOR_SIZE = 0.1  # of the error probability, for the size of the noise; the rest for the scores
 LARGEST_KAPPA = 8.0
 TOLERANCE = 1e-4
-# Of the inversion, in standard deviations of the statistic: its period, and beyond which distance a tail is 0 or 1.
+# The inversion, in standard deviations of the statistic: its period, and the distance beyond which a tail is 0 or 1.
 PERIOD, FAR = 100.0, 40.0
 FREQUENCIES, MORE_FREQUENCIES, NEGLIGIBLE, LEAST = 128, 2048, 1e-10, 1e-300
 _NODES: Floats = np.linspace(-9.0, 9.0, 301)
@@ -88,7 +88,7 @@ def gauss_kappa(inside: Floats, outside: Floats, trace: CanaryTrace, confidence:
 
 
 def gauss_refutes(kappa: float, inside: Floats, outside: Floats, trace: CanaryTrace, confidence: float) -> bool:
-    """Whether such scores, or more telling ones, have a chance below 1 - confidence under this κ and every smaller one."""
+    """Whether such scores, or more extreme ones, have a chance below 1 - confidence under this κ and every smaller one."""
     if any(event.projections is not None for event, _ in trace.steps):
         raise InvalidArgument(
             "estimated norms let a record move a release by a random amount: audit gradients='exact'."
@@ -119,7 +119,7 @@ def largest_size(trace: CanaryTrace, confidence: float) -> float:
 
 
 def tail(seen: float, kappa: float, size: float, inside: int, outside: int, steps: Steps) -> float:
-    """The chance of a difference of mean scores of at least `seen`, of so many canaries in and out, under (s, κ)."""
+    """The chance that mean scores of these numbers of canaries, in and out, differ by at least `seen` under (s, κ)."""
     kinds = [_Kind(event, count, kappa, size) for event, count in steps]
     mean = sum(kind.count * (kind.mean_in - kind.mean_out) for kind in kinds)
     spread = math.sqrt(sum(kind.count * (kind.variance_in / inside + kind.variance_out / outside) for kind in kinds))
@@ -141,12 +141,12 @@ def tail(seen: float, kappa: float, size: float, inside: int, outside: int, step
 
 
 def _log(transform: Complex) -> Complex:
-    """The logarithm; of 0, which rounding may give, that of next to nothing."""
+    """The logarithm, with 0, which rounding can produce, replaced by a tiny number."""
     return np.log(transform + LEAST)
 
 
 class _Kind:
-    """Steps of one event: the law of a canary's score in one of them, in and out, less its mean."""
+    """Steps of one event: the law of a canary's score in one of them, in and out, minus its mean."""
 
     def __init__(self, event: StepEvent, count: int, kappa: float, size: float) -> None:
         self.count = count
@@ -166,5 +166,5 @@ class _Kind:
         return (1 - self.rate) * missed + self.rate * there
 
     def transform_out(self, u: Floats) -> Complex:
-        """Of the score with its sign changed, since those who are out are subtracted."""
+        """That of the negated score, since the canaries that are out are subtracted."""
         return np.exp(-1j * np.outer(u, self._out)) @ _WEIGHTS

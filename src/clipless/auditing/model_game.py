@@ -1,4 +1,4 @@
-"""The step game on any small model: releases with and without one given record, told apart by a direction that is learned.
+"""The step game on any small model: releases with and without one given record, told apart by a learned direction.
 
 In the canary model the direction of a record's gradient is known. Here it is learned: it is the difference of the mean
 releases of the first third. So it also sees a record that acts through others, as in a batch norm.
@@ -25,9 +25,9 @@ LEARNING = 1 / 3
 
 @dataclass(frozen=True)
 class ModelGame:
-    """Records, each a tensor for every argument of `losses(model, *batch)`, and one more that is there or not. Full batches.
+    """Records, each a tensor for every argument of `losses(model, *batch)`, and one more that is in or out. Full batches.
 
-    Buffers and weights stay as `make_model` gives them (the learning rate is 0), so make_model must be the same each time.
+    Buffers and weights stay as `make_model` returns them (the learning rate is 0), so it must always return the same model.
     """
 
     make_model: Callable[[], nn.Module]
@@ -49,8 +49,8 @@ def play_model(game: ModelGame, releases: int) -> Releases:
     first = int(LEARNING * number)
     if there.shape[1] > first:
         raise InvalidArgument(
-            f"{number} releases cannot teach a direction among {there.shape[1]} parameters: play at least "
-            f"{round(there.shape[1] / LEARNING)}, or take a smaller model."
+            f"{number} releases are too few to learn a direction among {there.shape[1]} parameters: play at least "
+            f"{round(there.shape[1] / LEARNING)}, or use a smaller model."
         )
     direction = there[:first].mean(0) - gone[:first].mean(0)
     direction /= max(float(np.linalg.norm(direction)), 1e-12)

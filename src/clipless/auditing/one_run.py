@@ -1,8 +1,8 @@
 """One-run auditing: many canaries in one training, each put in or left out at random.
 
-Crafted canaries have a coordinate each, of a table beside the model, and are seen in its released gradients. Random ones are
-inputs of noise with a random class, and are seen in the model's own gradients, or by how far their loss has come down in
-the end. A canary that is out stays in its place with its loss multiplied by zero: it adds nothing, and the number of
+Each crafted canary has a coordinate of its own in a table beside the model, and is seen in the table's released gradients.
+Random ones are inputs of noise with a random class, seen in the model's own gradients, or by how far their loss has fallen
+at the end. A canary that is out stays in its place with its loss multiplied by zero: it adds nothing, and the number of
 records, which is public, stays the same. So one coin adds or removes one record, and nothing else.
 """
 
@@ -46,7 +46,7 @@ class Canaries:
 @dataclass(frozen=True)
 class Seen:
     """The coins, True for in, and the scores of all canaries: from released gradients, and from the losses of the first and
-    the last model (None for crafted canaries, which lie outside the model). `trace` is there for crafted canaries alone."""
+    the last model (None for crafted canaries, which lie outside the model). Only crafted canaries have a `trace`."""
 
     coins: Booleans
     white_box: Floats
@@ -57,7 +57,7 @@ class Seen:
 
 
 class Audited(nn.Module):
-    """The model, beside it a table with one number for each crafted canary."""
+    """The model, and beside it a table with one number for each crafted canary."""
 
     def __init__(self, model: nn.Module, canaries: int) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class _Crafted:
 
 class _Random:
     """A canary is an input of noise with a random class. Its score is the sum of dot products of its gradient with the
-    released gradients, by forward differentiation of its loss; in the end, how far its loss has come down."""
+    released gradients, by forward-mode differentiation of its loss; or how far its loss has fallen at the end."""
 
     def __init__(self, model: nn.Module, data: TensorDataset, canaries: int) -> None:
         self.trained = model
@@ -197,7 +197,7 @@ class _Random:
         self.scores += products.double().numpy()
 
     def trace(self, coins: Booleans) -> None:
-        """None: gradients of these canaries overlap, and so do the noises along them."""
+        """None: gradients of these canaries overlap, so the noise along them is not independent."""
 
     def final_scores(self) -> Floats:
         return self._first - self._present_losses()

@@ -1,6 +1,6 @@
 """What the number of right guesses about many canaries in one training says about epsilon.
 
-Each of m canaries is put in or left out by a fair coin. An attacker guesses r of the coins and leaves the others open.
+Each of m canaries is put in or left out by a fair coin. An attacker guesses r of the coins and abstains on the others.
 """
 
 import math
@@ -17,7 +17,7 @@ LARGEST_MU = 30.0
 
 
 def steinke_p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """The chance of so many right guesses, at most, under (epsilon, delta)-differential privacy.
+    """The largest chance of at least this many right guesses under (epsilon, delta)-differential privacy.
 
     Steinke, Nasr, Jagielski (2023), theorem 5.2: the number of right guesses is below a binomial of r trials with
     chance e^ε/(1 + e^ε), but for an event that costs 2·m·δ·max_i P[v − i <= W < v]/i.
@@ -84,7 +84,7 @@ def mahloujifar_epsilon(canaries: int, guesses: int, right: int, delta: float, c
 def _check(canaries: int, guesses: int, right: int) -> None:
     if not 0 <= right <= guesses <= canaries or canaries < 1:
         raise InvalidArgument(
-            f"{right} right guesses of {guesses} about {canaries} canaries cannot be: each number is at most the next."
+            f"{right} right guesses of {guesses} about {canaries} canaries is impossible: each number is at most the next."
         )
 
 

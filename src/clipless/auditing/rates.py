@@ -17,7 +17,7 @@ from clipless.errors import InvalidArgument
 
 # The threshold is chosen on a fifth of the scores: 2000 at most, 200 at least, but never more than half.
 CHOOSING, MOST_CHOOSING, LEAST_CHOOSING = 0.2, 2000, 200
-CAUTION = 0.999  # a rate of few scores is not trusted when the threshold is chosen
+CAUTION = 0.999  # so that a rate from few scores does not decide the threshold
 CANDIDATES = 200
 LEAST_SCORES = 20
 
@@ -91,8 +91,8 @@ def plain_epsilon(fpr: float, fnr: float, delta: float) -> float:
 
 
 def gaussian_pair_mu(outside: Floats, inside: Floats, confidence: float) -> float:
-    """A lower bound on the distance of two normal samples in standard deviations, if both are normal with the same
-    variance, by the noncentral t distribution of their t statistic. 0 if nothing can be said.
+    """A lower bound on the distance between the means of two samples, in standard deviations, if both are normal with the
+    same variance: by the noncentral t distribution of their t statistic. 0 if nothing can be said.
 
     >>> rng = np.random.default_rng(0)
     >>> round(gaussian_pair_mu(rng.normal(size=2000), rng.normal(size=2000) + 1, 0.95), 2)

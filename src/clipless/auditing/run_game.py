@@ -44,7 +44,7 @@ class Trainings:
 
 
 def play_runs(game: RunGame, trainings: int, on_training: Callable[[], None] = lambda: None) -> Trainings:
-    """Train so many times, each time with fresh noise and fresh batches."""
+    """Train this many times, each time with fresh noise and fresh batches."""
     final, every, squares = [], [], []
     for number in range(whole("trainings", trainings)):
         weights, gradients, sizes, plan = _train(game, number)

@@ -23,7 +23,7 @@ from clipless.errors import InvalidArgument
 from clipless.thresholds import Setting, State
 
 CANARIES = 64
-# A run keeps the statistics of about so many steps, from which its thresholds are computed again: longer games take several.
+# A run keeps the statistics of about this many steps, from which thresholds are recomputed: longer games take several runs.
 MOST_STEPS = 4000
 SPARE = 32  # coordinates of each layer that no record touches: there noise is seen alone
 
@@ -33,8 +33,8 @@ class StepGame:
     """What is played: a step of this multiplier at this rate, under this clipping.
 
     With a full batch (`sample_rate=1`) and a policy with a statistic there is one canary, and gradient and statistic are
-    seen together. Elsewhere every release holds `canaries` independent games, one along each coordinate, and a statistic
-    is not looked at. `resume_after` interrupts the run after so many steps and goes on from its state. `group` is that of
+    seen together. Otherwise every release holds `canaries` independent games, one along each coordinate, and a statistic
+    is ignored. `resume_after` interrupts the run after that many steps and continues from its state. `group` is that of
     `make_private`: False plays in this process alone, None in all that are initialised, on each of which the game is played.
     """
 
@@ -171,7 +171,7 @@ def _one_canary(game: StepGame, steps: int, present: bool, on_step: Callable[[],
 def _statistics(
     private: clipless.Private, states: Sequence[State], norms: Tensor, present: bool
 ) -> tuple[Floats, Floats]:
-    """For each step the released statistic less the bystander's share, and the canary's share, [steps, entries]."""
+    """For each step the released statistic minus the bystander's share, and the canary's share, [steps, entries]."""
     policy, released = private.plan.clipping.policy, private.history["statistic"]
     residuals, directions = [], []
     for state, statistic in zip(states, released, strict=True):

@@ -22,9 +22,9 @@ class Verdict:
     """A claim and a lower bound on the same epsilon.
 
     `lower_bound` holds with `confidence` for releases that are Gaussian with some noise, on Poisson batches of the claimed
-    rate; `plain_bound` for any mechanism whatever, and is therefore lower. `pair_bound` takes releases for normal and uses
-    the values of all scores; None where they are not. `findings` are tests of the noise that failed, each with a
-    chance of less than `FALSE_ALARMS` if all is as claimed.
+    rate; `plain_bound` for any mechanism whatever, and is therefore lower. `pair_bound` assumes normal releases and uses
+    the values of all scores; None where they are not normal. `findings` are the tests of the noise that failed; all of them
+    together fail with a probability below `FALSE_ALARMS` if the noise is as claimed.
     """
 
     claimed_epsilon: float
@@ -79,12 +79,13 @@ SHARES = (0.02, 0.05, 0.1, 0.3, 1.0)
 
 @dataclass(frozen=True)
 class CanaryVerdict:
-    """A claim, and what the coins guessed in one training say of it, by each analysis that applies.
+    """A claim, and what the coins guessed in one training say about it, by each analysis that applies.
 
     `steinke` holds for any mechanism, `mahloujifar` for one whose trade-off function is a Gaussian's, and `independent`
-    (None but for crafted canaries) if what canaries release is independent, as it is of independent noise on different
-    coordinates. `gauss` (None likewise) if moreover releases are normal, of one size and independent over steps: it takes
-    the scores' values, not guesses. `lower_bound` is the largest; the confidence of each is such that all hold together.
+    (crafted canaries only, otherwise None) if the releases of different canaries are independent, as they are with
+    independent noise on different coordinates. `gauss` (also for crafted canaries only) assumes in addition that the noise
+    is normal, of one size and independent over steps: it uses the scores' values, not guesses. `lower_bound` is the largest;
+    the confidence of each is such that all hold together.
     """
 
     claimed_epsilon: float

@@ -14,8 +14,8 @@ from clipless.thresholds import State
 
 @dataclass
 class Watcher:
-    """Reads some parameters' released gradients, step by step: `before_step`, `optimizer.step()`, `after_step`; and, unless
-    told otherwise, keeps them."""
+    """Reads the released gradients of some parameters, step by step (`before_step`, `optimizer.step()`, `after_step`), and
+    keeps them unless told otherwise."""
 
     private: Private
     parameters: Sequence[tuple[str, Tensor]]

@@ -82,4 +82,4 @@ def _refuse(accelerator: Accelerator) -> None:
     }
     for reason, is_on in refused.items():
         if is_on:
-            raise InvalidArgument(f"this Accelerator does not go with private training: {reason}.")
+            raise InvalidArgument(f"this Accelerator cannot be used for private training: {reason}.")

@@ -171,7 +171,7 @@ def clip_with(
         )
     if optimizer.step_hook is None:
         raise Misuse(
-            "no accountant is attached to this DPOptimizer: take the one that PrivacyEngine.make_private returns."
+            "no accountant is attached to this DPOptimizer: use the one that PrivacyEngine.make_private returns."
         )
     chosen = as_clipping(clipping)
     if isinstance(chosen.policy, Decay) and steps is None:

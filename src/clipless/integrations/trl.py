@@ -20,7 +20,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "activation_offloading",
         lambda args: args.activation_offloading,
-        "it is part of a training step that is not used here: take gradient_checkpointing=True",
+        "it is part of a training step that is not used here: use gradient_checkpointing=True",
     ),
 )
 
@@ -36,7 +36,7 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
         for name, is_on, remedy in _REFUSED:
             if is_on(self.args):
                 raise InvalidArgument(
-                    f"{name}={getattr(self.args, name)!r} does not go with private training: {remedy}."
+                    f"{name}={getattr(self.args, name)!r} cannot be used in private training: {remedy}."
                 )
         super().create_accelerator_and_postprocess()
 

@@ -2,7 +2,7 @@
 
 Setting: L-smooth loss, per-sample gradients g + Δ with Δ symmetric and E‖Δ‖ ≤ ξ, update w ← w − η(Σ_i c_i g_i + σN(0, I))
 with R = 1, ηB = η₀/√T. What a step gains on average is ½‖g‖·f, with f the alignment of a symmetric pair g ± Δ; summed over
-T steps it cannot exceed the loss there is to lose plus what length and noise of the steps cost (`optimisation_term`).
+T steps it cannot exceed the initial loss gap plus what the length and the noise of the steps cost (`optimisation_term`).
 """
 
 import math
@@ -70,7 +70,7 @@ def measure(x: npt.ArrayLike, r: float | Floats, xi: float, gamma: float) -> Flo
 
 
 def measure_limit(r: float, gamma: float) -> float:
-    """lim M(x) for x → ∞, γ/(r−1) − γ/(r+1): the inverse lives on [0, this]."""
+    """lim M(x) for x → ∞, γ/(r−1) − γ/(r+1): the inverse is defined on [0, this)."""
     return math.inf if r == 1 else gamma / (r - 1) - gamma / (r + 1)
 
 
@@ -81,7 +81,7 @@ def inverse_measure(y: npt.ArrayLike, r: float | Floats, xi: float, gamma: float
     root = gamma * np.sqrt(a * a + 2 * xi * y + 2 * gamma * y + y * y)
     below = 2 * gamma - (r * r - 1) * y
     rest = y * (a * (r * r - 1) + r * gamma) - a * gamma
-    # Where `rest` is negative, the root minus its size would lose all digits at small y.
+    # Where `rest` is negative, adding it to the root would cancel all digits at small y.
     product = y * ((r * r - 1) * a * a + 2 * gamma * xi + gamma * gamma)
     with np.errstate(divide="ignore", invalid="ignore"):
         found: Floats = np.where(rest < 0, product / (root - rest), (root + rest) / below)
@@ -145,7 +145,7 @@ def auto_s_bound(term: float, xi: float, gamma: float = 0.01, longest: float | N
     mean length, which Jensen's inequality makes decay as T^(−1/6) only.
     """
     if gamma <= 0 or xi < 0 or term < 0:
-        raise InvalidArgument("AUTO-S's bound needs gamma > 0, xi >= 0 and term >= 0; for gamma = 0 take auto_v_bound.")
+        raise InvalidArgument("AUTO-S's bound needs gamma > 0, xi >= 0 and term >= 0; for gamma = 0 use auto_v_bound.")
     if longest is None:
         return _least_over_ratios(lambda r: xi / r + inverse_measure(term, r, xi, gamma), LEAST_RATIO, MOST_RATIO)
     cap = longest

@@ -54,14 +54,14 @@ def private_bound(constants: ProblemConstants, steps: float, batch: float, gamma
 def best_learning_rate(constants: ProblemConstants, steps: float) -> float:
     """√((L₀−L*)·μ²n² / (L·(μ²n² + dT))): the η₀ of ηB = η₀/√T, which does not depend on the batch.
 
-    It minimises the paper's (L₀−L*)/η₀ + η₀·L·(1+σ²d/B²) with σ²/B² = T/(μ²n²), larger for smaller models, weaker privacy
-    and fewer steps.
+    It minimises the paper's (L₀−L*)/η₀ + η₀·L·(1+σ²d/B²) with σ²/B² = T/(μ²n²). It is larger for smaller models, weaker
+    privacy and fewer steps.
     """
     signal = (constants.mu * constants.records) ** 2
     return math.sqrt(constants.loss_gap * signal / (constants.smoothness * (signal + constants.dimension * steps)))
 
 
 def cost_of_rate(constants: ProblemConstants, steps: float, rate: float) -> float:
-    """(L₀−L*)/η₀ + η₀·L·(1 + dT/(μ²n²)): √T times what the mean gain ½‖g‖f of a step can be at the learning rate η₀."""
+    """(L₀−L*)/η₀ + η₀·L·(1 + dT/(μ²n²)): √T times the largest possible mean of a step's gain ½‖g‖f at learning rate η₀."""
     noise = constants.dimension * steps / (constants.mu * constants.records) ** 2
     return constants.loss_gap / rate + rate * constants.smoothness * (1 + noise)

@@ -1,7 +1,7 @@
 """DC-SGD's expected error E(C) (Theorem 3), its minimiser, and the convergence bound (Theorem 4).
 
-The private mean gradient at threshold C differs from the mean of the batch by noise, of square σ²C²d/B², and by what
-clipping cuts off. E(C) takes the mean square of what is cut off each record, which is no less than the square of the mean.
+The private mean gradient at threshold C differs from the mean of the batch by noise, of mean square σ²C²d/B², and by what
+clipping cuts off. E(C) uses the mean square of what is cut off each record, which is at least the square of the mean.
 The theorems are derived here from these definitions; the paper's own statement of Theorem 4 may use other constants.
 """
 

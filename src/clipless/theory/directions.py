@@ -1,4 +1,4 @@
-"""AUTO section 3.1 and figures 2 and 4: which factors point along the true gradient, and what each rule makes of norms.
+"""AUTO section 3.1 and figures 2 and 4: which factors point along the true gradient, and what each rule does to norms.
 
 Among factors with c_i‖g_i‖ ≤ R the sum Σ c_i g_i makes most progress along Σ g_j with c_i = R/‖g_i‖ where ⟨g_i, Σ g_j⟩ is
 positive and 0 elsewhere. It is not a clipping rule that could be used, since c_i depends on other records; where all dot
@@ -29,7 +29,7 @@ def progress(gradients: Floats, factors: Floats, threshold: float = 1.0) -> floa
 
 
 def distance_from_best(gradients: Floats, rule: ArrayRule, threshold: float = 1.0) -> float:
-    """The mean of |c_i − c_i*|·‖g_i‖/R: how much of a record's allowance the rule uses otherwise than the best factors."""
+    """The mean of |c_i − c_i*|·‖g_i‖/R: the share of a record's bound by which the rule differs from the best factors."""
     norms = np.linalg.norm(gradients, axis=1)
     return float((np.abs(rule(norms, threshold) - best_factors(gradients, threshold)) * norms).mean() / threshold)
 

@@ -7,7 +7,7 @@ H stands for a neural tangent kernel, C for the diagonal of clipping factors. Wh
 - A.3: a sum of positive definite matrices is positive definite, and stays so with one positive number for each.
 - A.4: a sum Σ H_r C_r need not have positive eigenvalues: one can be zero or negative.
 
-The paper's wording may divide them otherwise.
+The paper may state them in another grouping.
 """
 
 from collections.abc import Iterable, Sequence
@@ -57,7 +57,7 @@ def quadratic_form(a: Matrix, e: Sequence[Number]) -> Fraction:
 
 
 def determinant(a: Matrix) -> Fraction:
-    """By elimination with exchanged rows."""
+    """The determinant, by elimination with row exchanges."""
     rows, found = [list(row) for row in a], Fraction(1)
     for k in range(len(rows)):
         pivot = next((i for i in range(k, len(rows)) if rows[i][k] != 0), None)
@@ -124,8 +124,8 @@ def fact_a2() -> tuple[Matrix, Matrix, tuple[Fraction, ...]]:
 def fact_a4(corner: Number = "7/9") -> Layers:
     """Two layers and two records with H₁[1,1] = `corner`: Σ H_r C_r has eigenvalues 0 and 5 at 7/9.
 
-    The paper prints 8/9, which gives .080 and 5.02; 7/9 gives the zero that the text speaks of and 0.7 the negative one.
-    Of its example only this entry and these eigenvalues are certain to us: the other entries are chosen to give them.
+    The paper prints 8/9, which gives 0.080 and 5.02; 7/9 gives the zero eigenvalue that the text mentions and 0.7 the
+    negative one. This entry and these eigenvalues are all that we know of its example; the other entries are ours.
     """
     kernels = (matrix([[corner, 2], [2, 13]]), matrix([[3, 2], [2, 3]]))
     return Layers(kernels, (diagonal(["9/10", "1/10"]), diagonal(["1/10", "9/10"])))

@@ -154,7 +154,7 @@ def flow(name: str, field: Field, start: Floats, times: Floats, constants: Const
     """The parameters [len(times), d] along an optimizer's flow from `start` at time 0; times after `SOON`."""
     optimizer, k = named("optimizer", name, OPTIMIZERS), constants or Constants()
     if min(times) <= SOON:
-        raise InvalidArgument(f"a flow can be looked at after time {SOON:g} only: give later times.")
+        raise InvalidArgument(f"a flow is computed after time {SOON:g} only: give later times.")
     begin = optimizer.begin(field, np.asarray(start, float), SOON, k)
 
     def speed(time: float, flat: Floats) -> Floats:

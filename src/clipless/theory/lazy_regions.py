@@ -87,8 +87,8 @@ class LazyRegion:
 def lazy_region(problem: ScalarProblem, rule: ArrayRule, tolerance: float, threshold: float = THRESHOLD) -> LazyRegion:
     """The interval of θ in which the clipped gradient is at most `tolerance`·R in size, by bracketing roots.
 
-    In both problems the clipped gradient never falls with θ, so there is one root at either end, or none. Ends are good to
-    1e-6; where AUTO-V's is flat at the tolerance itself, that belongs to the region.
+    In both problems the clipped gradient never decreases with θ, so there is one root at either end, or none. Ends are
+    accurate to 1e-6. A stretch where AUTO-V's gradient equals the tolerance belongs to the region.
     """
 
     if tolerance <= 0:

@@ -63,7 +63,7 @@ class Network:
         return found[::-1]
 
     def moved(self, steps: list[Floats]) -> "Network":
-        """With each layer's weights moved by a step of as many numbers."""
+        """The network with each layer's weights moved by a step, given as a vector."""
         return Network(tuple(w + s.reshape(w.shape) for w, s in zip(self.weights, steps, strict=True)))
 
 
@@ -152,8 +152,8 @@ def stationary_point() -> Example:
     """Two layers, clipped one by one by Abadi's rule, at which Σ H_r C_r e = 0 though e = (4, 1, 1) and the loss is 9.
 
     Layer 1 clips all records to ¾, so C₁e = (¾, ¾, ¾) and H₁C₁e = ¾x with x = (−3/5, 7/10, 7/10). Layer 2 clips none:
-    H₂ = ¾xxᵀ + I − eeᵀ/18 is positive definite, and H₂e = −¾x. Near this point the flow is ė = −¾x − H₂e, which comes
-    back to it. The example is ours.
+    H₂ = ¾xxᵀ + I − eeᵀ/18 is positive definite, and H₂e = −¾x. Near this point the flow is ė = −¾x − H₂e, which returns
+    to it. The example is ours.
     """
     e, x = (Fraction(4), Fraction(1), Fraction(1)), (Fraction(-3, 5), Fraction(7, 10), Fraction(7, 10))
     size = range(3)

@@ -64,7 +64,7 @@ class Gain:
 
 
 def _nothing(module: object) -> Callable[[], AbstractContextManager[Any]]:
-    """As if nothing had been compiled, for one user of the library."""
+    """As if nothing had been compiled, for one module that uses the library."""
 
     def compiled() -> None:
         return None

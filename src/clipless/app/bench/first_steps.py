@@ -30,8 +30,8 @@ class FirstSteps:
 
 
 def first_steps(problem: Problem, runs: int, tick: Callable[[], None] = lambda: None) -> FirstSteps:
-    """The first steps of so many fresh runs, plain ones in turn with them. One run more is not counted: in a process that
-    has done nothing yet, the first step of plain training is slow as well."""
+    """The first steps of this many fresh runs, alternating with plain ones. One more run is not counted: in a fresh process
+    the first step of plain training is slow as well."""
     plain, private = [], []
     for number in range(runs + 1):
         runners = [WAYS[way](problem) for way in (PLAIN, PRIVATE)]

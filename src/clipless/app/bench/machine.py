@@ -90,7 +90,7 @@ def cpu() -> str:
 
 
 def _cpuinfo() -> str:
-    """What Linux tells of its processors; nothing elsewhere."""
+    """What Linux reports about its processors; nothing elsewhere."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

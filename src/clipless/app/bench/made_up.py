@@ -16,7 +16,7 @@ from clipless.private import make_private
 
 
 class MadeUp(Dataset[InputsAndLabels]):
-    """`size` records of so many features and of two classes, the same whenever they are asked for.
+    """`size` records with this many features and two classes, the same whenever they are asked for.
 
     >>> x, y = MadeUp(10**8, features=3)[99_999_999]
     >>> x.shape, y

@@ -176,7 +176,7 @@ def load(path: Path) -> BenchResult:
         return from_dict(record)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidArgument(
-            f"{path} is no result of clipless bench ({type(error).__name__}: {error}). Give a file that it wrote."
+            f"{path} is not a result of clipless bench ({type(error).__name__}: {error}). Give a file that it wrote."
         ) from error
 
 

@@ -21,7 +21,7 @@ from clipless.errors import InvalidArgument
 HELD_PARAMETERS = 100_000_000
 HELD_AT_LEAST = 4
 DIGITS = 4
-# The least total time of plain training, in milliseconds, in so many rounds at most beyond those asked for.
+# Rounds are added until plain training has taken this many milliseconds in total, up to this many rounds.
 PLAIN_MS = 2000.0
 MOST_ROUNDS = 400
 

@@ -108,7 +108,7 @@ WAYS: Mapping[str, Callable[[Problem], Runner]] = {
 
 
 def chosen(clippings: str, with_opacus: bool | None) -> tuple[str, ...]:
-    """The ways to compare with plain training. `clippings` is "short", "all", or names with commas between them.
+    """The ways to compare with plain training. `clippings` is "short", "all", or names separated by commas.
 
     `with_opacus=None` includes Opacus if it is installed.
 
@@ -126,7 +126,7 @@ def chosen(clippings: str, with_opacus: bool | None) -> tuple[str, ...]:
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """Names with commas between them, each once.
+    """Names separated by commas, each once.
 
     >>> listed("mlp, cnn,mlp")
     ('mlp', 'cnn')

@@ -14,14 +14,14 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
-from clipless.app.cli import _output
 from clipless.app.cli._groups import spread
-from clipless.app.cli._processes import rank
+from clipless.app.terminal import output
+from clipless.app.torchrun import rank
 from clipless.errors import CliplessError, DamagedFile, RankFailed
 
 EXIT_CODES = {
     0: "done",
-    1: "check found a model unsound, audit refuted a claim, a way of clipless failed in bench, or an unforeseen error",
+    1: "check found a model unsound, audit refuted a claim, a way of clipless failed in bench, or an unexpected error",
     2: "an argument or a data set was refused",
     3: "the last line of a ledger is torn, and shown as one more step",
     4: "a ledger, checkpoint or run is damaged or was edited, and nothing of it is shown",
@@ -82,7 +82,8 @@ COMMANDS = {
 
 
 class _LazyCommands(TyperGroup):
-    """Imports the module of a command when the command is run: the help page and `budget` need no torch."""
+    """Imports the module of a command when the command is named, and that loads nothing heavy: what a command does is
+    imported when it runs."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, placeholder, rest = super().resolve_command(ctx, args)
@@ -137,21 +138,21 @@ def main() -> None:
     try:
         sys.exit(app(prog_name="clipless", standalone_mode=False) or 0)
     except UsageError as error:
-        _output.show_error(_with_remedy(error))
+        output.show_error(_with_remedy(error))
         sys.exit(error.exit_code)
     except typer.Abort:
         sys.exit(130)
     except CliplessError as error:
         _show_traceback()
         if rank() == 0 or not isinstance(error, RankFailed):  # the first rank tells what failed elsewhere
-            _output.show_error(str(error))
+            output.show_error(str(error))
         sys.exit(4 if isinstance(error, DamagedFile) else 2)
     except Exception as error:
         _show_traceback()
         where = traceback.extract_tb(error.__traceback__)[-1]
-        _output.show_error(
+        output.show_error(
             f"{type(error).__name__} in {os.path.basename(where.filename)}, line {where.lineno}: {error}\n"
-            "clipless did not foresee this. Is it from code of yours? --debug shows how it came to it."
+            "clipless did not expect this error. Does it come from your own code? --debug shows the traceback."
         )
         sys.exit(1)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from clipless.app.cli import _output
+from clipless.app.terminal import output
 
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes: the result only.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show where an error was raised.")]
@@ -26,7 +26,7 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
         quiet, _ = values.pop("quiet"), values.pop("debug")  # main() looks for --debug itself
         for name, group in groups.items():
             values[name] = group(**{one.name: values.pop(one.name) for one in fields(group)})
-        with _output.quietly(quiet):
+        with output.quietly(quiet):
             function(**values)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -1,56 +1,54 @@
 """`clipless audit`: is the claimed epsilon true? Attacks on a training configuration, and the bounds they prove."""
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from clipless.accounting import ACCOUNTANTS
-from clipless.app import charts
-from clipless.app.auditing import GAMES, Audit, AuditSettings, OnGame
-from clipless.app.auditing import audit as run_audit
-from clipless.app.charts import drawing
-from clipless.app.cli import _output
-from clipless.app.cli._data_options import DataGroup
-from clipless.app.cli._options import JsonOption
-from clipless.app.cli._progress import PERCENT, progress_bar
-from clipless.app.cli._training_options import (
+from clipless.app import names
+from clipless.app.cli._config import ConfigOption, chosen_multiplier, config_columns
+from clipless.app.options.common import JsonOption, listing, starting
+from clipless.app.options.data import DataGroup
+from clipless.app.options.training import (
     DEFAULTS,
     BudgetGroup,
     ClippingOption,
     ModelOption,
+    NoiseMultiplierOption,
     NoiseOption,
     StepsGroup,
     settings_of,
 )
-from clipless.auditing.one_run import KINDS
-from clipless.errors import InvalidArgument
+from clipless.app.settings import AuditSettings
 
 _HOW = AuditSettings()
-COST = (
-    "The audit trained copies of this configuration. Canaries are synthetic, and every number above is about them: nothing "
-    "was computed from real records. But real records were trained on, so do not publish a model from an audit, and do not "
-    "reuse its seed."
-)
 
 
 def audit(
+    context: typer.Context,
     data: DataGroup,
     budget: BudgetGroup,
     steps: StepsGroup,
+    config: ConfigOption = None,
     model: ModelOption = DEFAULTS.model,
     clipping: ClippingOption = DEFAULTS.clipping,
+    noise_multiplier: NoiseMultiplierOption = None,
     seed: Annotated[int | None, typer.Option(help="Repeats an audit. Default: none.")] = None,
     noise: NoiseOption = DEFAULTS.noise,
-    games: Annotated[str, typer.Option(help=f"What is played, of {', '.join(GAMES)}.")] = ",".join(_HOW.games),
+    games: Annotated[
+        str,
+        typer.Option(help=f"What is played, of {', '.join(names.GAMES)}.", autocompletion=listing(names.GAMES)),
+    ] = ",".join(_HOW.games),
     releases: Annotated[
         int | None, typer.Option(help="Games of the step. Default: 20,000, or 3000 with a statistic.")
     ] = None,
     canaries: Annotated[int, typer.Option(help="Canaries of the one-run game.")] = _HOW.canaries,
-    kind: Annotated[str, typer.Option(help=f"Of the canaries: {', '.join(KINDS)}.")] = _HOW.kind,
+    kind: Annotated[
+        str,
+        typer.Option(
+            help=f"Of the canaries: {', '.join(names.CANARY_KINDS)}.", autocompletion=starting(names.CANARY_KINDS)
+        ),
+    ] = _HOW.kind,
     trainings: Annotated[int, typer.Option(help="Trainings of the game runs.")] = _HOW.trainings,
     confidence: Annotated[float, typer.Option(help="Of all bounds together.")] = _HOW.confidence,
     draw: Annotated[Path | None, typer.Option(help="Draw the bounds beside the claim: FILE.svg, .png or .pdf.")] = None,
@@ -59,101 +57,15 @@ def audit(
 ) -> None:
     """Attack a training configuration and compare the epsilon that the attacks prove with the one that is claimed.
 
-    Takes the arguments of train. Exit code 1: a lower bound exceeds the claim, or the noise is not as claimed.
-    A sound configuration fails with a probability of at most 1 - confidence.
+    Takes the arguments of train, or the config.toml of a run. Exit code 1: a lower bound exceeds the claim, or the noise is
+    not as claimed. A sound configuration fails with a probability of at most 1 - confidence.
     """
-    settings = settings_of(budget, steps, model=model, clipping=clipping, seed=seed, noise=noise)
+    multiplier = chosen_multiplier(context, noise_multiplier)
+    settings = settings_of(
+        budget, steps, model=model, clipping=clipping, noise_multiplier=multiplier, seed=seed, noise=noise
+    )
     played = tuple(game.strip() for game in games.split(","))
     how = AuditSettings(played, releases, canaries, kind, trainings, confidence)
-    if draw is not None:
-        drawing.drawable(draw)
-        charts.figure()  # refuses before the work if nothing can be drawn
-    records = data.load()
-    with _bars(f"{records.name} {model} {clipping}", visible=not as_json) as report:
-        found = run_audit(records, settings, how, report)
-    record = _plain(found.to_dict()) | {"note": note_on(found)}
-    if out is not None:
-        _write(out, record)
-    if draw is not None:
-        _draw(found, draw)
-    if as_json:
-        _output.show_json(record)
-    else:
-        _show(found)
-    if found.failed:
-        raise typer.Exit(1)
+    from clipless.app.commands.audit import run
 
-
-@contextmanager
-def _bars(title: str, *, visible: bool) -> Iterator[OnGame]:
-    """A bar for each game, with the time left."""
-    with progress_bar(PERCENT, visible=visible, on_terminal_only=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def report(game: str, done: float) -> None:
-            if game not in tasks:
-                tasks[game] = bar.add_task(f"{title} {game}", total=1.0)
-            bar.update(tasks[game], completed=done)
-
-        yield report
-
-
-def _show(found: Audit) -> None:
-    rows = {
-        "claimed epsilon": f"{_output.short(found.claimed_epsilon)} ({found.settings.accountant}), delta "
-        f"{_output.short(found.delta)}",
-        "lower bound": f"{found.lower_bound:.3g}, confidence {found.audit.confidence:.3g}",
-    }
-    for row in found.games:
-        count = f"{row['canaries']} canaries" if "canaries" in row else f"{row['games']:,} games"
-        rows[row["seen"]] = f"{row['lower_bound']:.3g}, {count}, {row['seconds']} s"
-    rows["noise"] = "; ".join(found.findings) or ("as claimed" if "step" in found.audit.games else "not tested")
-    rows["verdict"] = "the claim is refuted" if found.failed else "nothing speaks against the claim"
-    rows["time"] = f"{found.seconds:.1f} s"
-    _output.show_table("Audit", rows)
-    if (note := note_on(found)) is not None:
-        _output.show_note(note)
-    _output.show_note(COST)
-
-
-def note_on(found: Audit) -> str | None:
-    """What to do next where the claim itself may be at fault, and not the training."""
-    accountant = found.settings.accountant
-    if not (found.exceeded and ACCOUNTANTS[accountant].approximation):
-        return None
-    return (
-        f"{accountant} is an approximation that can state too little: the claim may be false although the training "
-        "is sound. Audit with --accountant pld."
-    )
-
-
-def _draw(found: Audit, path: Path) -> None:
-    picture, (axes,) = charts.figure()
-    names = [row["seen"].replace(", ", ",\n").replace(" of ", "\nof ") for row in found.games]
-    bounds = {"lower bound": [_finite(row["lower_bound"], found.claimed_epsilon) for row in found.games]}
-    title = f"{found.data}, {found.settings.model}, {found.settings.clipping}: what attacks prove"
-    charts.bars(axes, title, "epsilon", names, bounds)
-    axes.axhline(found.claimed_epsilon, color="black", linestyle=":", label="claimed")
-    axes.legend(fontsize=8, frameon=False)
-    charts.save(picture, path)
-
-
-def _finite(bound: float, claim: float) -> float:
-    return min(bound, 4 * claim)
-
-
-def _plain(value: Any) -> Any:
-    """Infinite bounds, which JSON does not have, as "inf"."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return "inf" if isinstance(value, float) and value == float("inf") else value
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgument(f"cannot write {path} ({error}). Choose another file.") from error
+    run(data, config_columns(context), settings, how, draw=draw, out=out, as_json=as_json)

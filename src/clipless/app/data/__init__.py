@@ -69,7 +69,7 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, own: OwnD
         return npz_archive(_existing(path))
     if path.is_file():
         raise InvalidArgument(
-            f"{path} is no data set: pass a folder of idx files, an .npz archive, or a table ({', '.join(TABLE_ENDS)})."
+            f"{path} is not a data set: pass a folder of idx files, an .npz archive, or a table ({', '.join(TABLE_ENDS)})."
         )
     if len(path.parts) > 1:
         raise InvalidArgument(f"there is no {path}: check the path, or pass one of the names {', '.join(DATA)}.")

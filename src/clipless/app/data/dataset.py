@@ -40,7 +40,7 @@ def make_data(name: str, train: tuple[Array, Array], test: tuple[Array, Array], 
     """Checked tensors from arrays of features and labels; `classes` defaults to what the training labels span.
 
     Raises InvalidArgument when a part is empty, features are not finite numbers, labels are not integers in
-    `range(classes)`, or the shapes of features, labels, training and test part do not fit each other.
+    `range(classes)`, or the shapes of features, labels, training and test part do not match.
     """
     x_train, y_train = _records(name, "training", *train)
     x_test, y_test = _records(name, "test", *test)

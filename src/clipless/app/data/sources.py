@@ -1,4 +1,4 @@
-"""Where the files of a named data set are looked for, and what is said if they are not there. Nothing is downloaded."""
+"""Where the files of a named data set are looked for, and the message if they are missing. Nothing is downloaded."""
 
 import gzip
 import os
@@ -50,7 +50,7 @@ def find(source: Source, files: Sequence[str], data_dir: str | Path | None) -> l
 
 
 def find_any(source: Source, sets: Sequence[Sequence[str]], data_dir: str | Path | None) -> tuple[int, list[Path]]:
-    """The number of the first set of files that is there whole, and its paths. Raises as `find` does for the first set."""
+    """The number of the first set of files that is complete, and its paths. Raises as `find` does for the first set."""
     refusals = []
     for number, files in enumerate(sets):
         try:

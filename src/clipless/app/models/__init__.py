@@ -41,8 +41,8 @@ def build(name: str, shape: tuple[int, ...], classes: int, vocabulary: int | Non
     """A fresh model that maps `[batch, *shape]` to `[batch, classes]` logits, drawn from torch's generator.
 
     `name` is a key of `MODELS`, for tokens below `vocabulary` one of `TEXT_MODELS`, or `"package.module:factory"`, a
-    callable `(shape, classes) -> nn.Module`. Raises InvalidArgument for an unknown name and for a model of tokens on data
-    that has none or the reverse, InvalidType for a factory that does not return a module.
+    callable `(shape, classes) -> nn.Module`. Raises InvalidArgument for an unknown name, for a token model on data without
+    tokens and the reverse, and InvalidType for a factory that does not return a module.
     """
     known = TEXT_MODELS if vocabulary else MODELS
     if ":" not in name and name not in known:

@@ -96,7 +96,7 @@ def resnet8_gn(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 def linear_from_zero(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """A linear layer that begins at zero, for features that are made already."""
+    """A linear layer that starts at zero, for precomputed features."""
     layer = nn.Linear(math.prod(shape), classes)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)

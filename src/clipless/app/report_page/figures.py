@@ -12,7 +12,7 @@ from clipless.app.report_page.svg import SERIES, series_class, svg
 from clipless.app.report_page.values import NOT_PRIVATE, TEST_RECORDS
 
 MOST_POINTS = 400
-KNOWN_NOISE = "drawn from a run whose noise whoever knows the seed can subtract"
+KNOWN_NOISE = "from a run whose noise can be subtracted by anyone who knows the seed"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _reliability(runs: Mapping[str, RunReport]) -> list[Figure]:
         return []
     lines[SERIES - 1 if SERIES - 1 not in lines else len(runs)] = Line("perfectly calibrated", (0.0, 1.0), (0.0, 1.0))
     chart = Chart("Reliability", "confidence", "accuracy", tuple(lines.values()))
-    return [_figure(chart, list(lines), "Below the diagonal a model is more confident than it is right.", TEST_RECORDS)]
+    return [_figure(chart, list(lines), "Below the diagonal a model is more confident than accurate.", TEST_RECORDS)]
 
 
 def _line(label: str, points: Sequence[tuple[float, float]]) -> Line:

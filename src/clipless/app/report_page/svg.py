@@ -39,7 +39,7 @@ def series_class(place: int) -> str:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers between two bounds, at most so many.
+    """Round numbers between two bounds, at most this many.
 
     >>> ticks(0.0, 36.0), ticks(0.2, 0.93)
     ([0.0, 10.0, 20.0, 30.0], [0.2, 0.4, 0.6, 0.8])

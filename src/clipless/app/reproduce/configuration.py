@@ -175,7 +175,8 @@ def parse(name: str, text: str) -> Configuration:
         measure = tuple(content.pop("measure", ()))
         made = Configuration(id=name, rows=rows, published=published, grid=grid, measure=measure, **content)
         for cell in (*made.cells(), *made.quickly().cells()):
-            assert not cell.settings.private or cell.settings.how  # or raises
+            if cell.settings.private:
+                clippings.parse(cell.settings.clipping)  # or raises
         _refuse_unlike(made.cells(1))
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"the configuration {name} cannot be read: {error}.") from error

@@ -45,7 +45,7 @@ def write_page(folder: Path, page: Path) -> list[str]:
     for name, content in stored_results(folder).items():
         experiment = known.get(name)
         if experiment is None:
-            raise InvalidArgument(f"{folder} has results of {name}, which is no experiment: remove them.")
+            raise InvalidArgument(f"{folder} has results of {name}, which is not an experiment: remove them.")
         records = content["runs"]
         pictures = _pictures(experiment, records, page.parent / "figures" / "results")
         sections.append(_section(experiment, content, records, pictures))

@@ -79,7 +79,7 @@ def run_cell(
 
 
 def unfinished(folder: Path, cell: GridRun) -> Path:
-    """Where the checkpoints of a run are. Runs with other settings have another folder: they cannot go on from there."""
+    """Where the checkpoints of a run are. Runs with other settings have another folder: they cannot continue from these."""
     digest = hashlib.sha256(json.dumps(asdict(cell.settings), sort_keys=True).encode()).hexdigest()
     return folder / UNFINISHED / f"{cell.stem}-{digest[:8]}"
 
@@ -93,7 +93,7 @@ def stored(folder: Path, cell: GridRun) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         raise DamagedRecord(f"{path} is not JSON ({error}): remove it, and the run is repeated.") from error
-    settings = asdict(TrainingSettings()) | (record.get("settings") or {})  # a setting that is newer had its default
+    settings = asdict(TrainingSettings()) | (record.get("settings") or {})  # a setting added later had its default
     return record if settings == asdict(cell.settings) else None
 
 

@@ -59,7 +59,7 @@ def interval(values: Sequence[float]) -> float | None:
 
 
 def with_interval(mean: float, half: float | None) -> str:
-    """A mean and half its interval for a reader, with as many digits as tell something.
+    """A mean and half its interval for a reader, with as many digits as are meaningful.
 
     >>> with_interval(17894993.7, 9842816.4), with_interval(0.42291, None)
     ('1.8e+07 ± 9.8e+06', '0.4229')
@@ -125,7 +125,7 @@ def _line(experiment: Configuration, group: Sequence[Mapping[str, Any]]) -> Tabl
 
 
 def _scores(choosing: Choosing | None, group: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The score of every seed: that of its run, or what a private choice among its candidates' runs scores in the mean."""
+    """The score of every seed: that of its run, or the mean score of a private choice among its candidates' runs."""
     if choosing is None:
         return [record["score"] for record in group]
     seeds: dict[int, list[float]] = {}

@@ -15,8 +15,8 @@ DRAWINGS = (
     Drawing(
         "auto-03-lazy-logistic",
         "AUTO fig. 3",
-        "With R = γ = 0.01 AUTO-V's gradient is zero at every bias and Abadi's all but zero on [-2, 2], while AUTO-S still "
-        "tells left from right.",
+        "With R = γ = 0.01 AUTO-V's gradient is zero at every bias and Abadi's nearly zero on [-2, 2], while AUTO-S's still "
+        "points to the minimum.",
         rule_figures.lazy_logistic,
     ),
     Drawing(
@@ -29,7 +29,7 @@ DRAWINGS = (
     Drawing(
         "auto-05-bounds",
         "AUTO fig. 5",
-        "AUTO-S's bound goes on falling with the steps because ever larger ratios r are allowed; AUTO-V's stops at ξ "
+        "AUTO-S's bound keeps falling with the steps because ever larger ratios r are allowed; AUTO-V's stops at ξ "
         "(ξ = 25, γ = 0.01, terms 10/√T and for SGD 2/√T).",
         auto_figures.bounds_over_steps,
     ),
@@ -69,7 +69,7 @@ DRAWINGS = (
     Drawing(
         "auto-11-lazy-mean",
         "AUTO fig. 11",
-        "Estimating a mean between two groups, Abadi and AUTO-V count records and stand still on (-1, 1); AUTO-S does not.",
+        "Estimating a mean between two groups, Abadi and AUTO-V count records and stall on (-1, 1); AUTO-S does not.",
         rule_figures.lazy_mean,
     ),
     Drawing(
@@ -96,15 +96,15 @@ DRAWINGS = (
     Drawing(
         "global-kernels",
         "GLOBAL thm. 2, 4",
-        "On a small network only global clipping with nobody dropped leaves the kernel a positive quadratic form at every "
-        "threshold; a dropped record makes it singular.",
+        "On a small network only global clipping without dropped records keeps the kernel's quadratic form positive at "
+        "every threshold; a dropped record makes it singular.",
         dc_global_figures.clipped_kernels,
     ),
     Drawing(
         "global-losses",
         "GLOBAL thm. 2, 4",
-        "Under flat local clipping the loss can grow first, layer by layer it can stand still at a non-zero value, and "
-        "under global clipping it falls all the way unless a record is dropped.",
+        "Under flat local clipping the loss can grow at first, under layerwise clipping it can stall at a non-zero value, "
+        "and under global clipping it falls to zero unless a record is dropped.",
         dc_global_figures.losses_over_time,
     ),
     Drawing(

@@ -1,11 +1,11 @@
-"""TensorBoard files of a run, in which what is private and what is not are told apart by their tags."""
+"""TensorBoard files of a run, whose tags tell what is private from what is not."""
 
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from clipless.app.settings import TrainingSettings
 from clipless.app.training.loop import TrainingProgress
-from clipless.app.training.settings import TrainingSettings
 from clipless.errors import MissingLibrary
 
 PRIVATE, NOT_PRIVATE = "private", "not_private"
@@ -13,7 +13,7 @@ PRIVATE, NOT_PRIVATE = "private", "not_private"
 
 class Board:
     """Writes epsilon and the threshold as `private/...`, and the score on the test records as `not_private/...`. Without
-    privacy, or with a seed, by which the noise can be subtracted, everything is `not_private/...`."""
+    privacy, or with a seed, which allows the noise to be subtracted, everything is `not_private/...`."""
 
     def __init__(self, folder: Path, settings: TrainingSettings, metric: str) -> None:
         self._writer = _writer(folder)

@@ -16,14 +16,15 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from clipless.accounting import Spent
-from clipless.app import models
+from clipless.app import clippings, models
 from clipless.app.data import Data
+from clipless.app.settings import TrainingSettings
 from clipless.app.threads import torch_threads
 from clipless.app.training.own_loss import refuse_unsound_loss
 from clipless.app.training.reliability import reliability_bins
 from clipless.app.training.result import Result
 from clipless.app.training.saving import LoopState, RunSaver, Saving
-from clipless.app.training.settings import TrainingSettings
+from clipless.app.training.settings import base_lr, losses_for, lr_factor, make_optimizer, optimizer_for
 from clipless.app.training.tasks import TASKS, evaluate
 from clipless.distributed import Alone, Ranks, ranks_of
 from clipless.errors import Interrupted, InvalidArgument
@@ -67,17 +68,17 @@ def train(
     ranks the first one writes, and if one is asked to stop, all do. `research` is called with the model before the first
     step and after every test; what it computes from training records is not private.
     """
-    settings.optimizer_for(data)
+    optimizer_for(settings, data)
     ranks = _ranks(settings, group)
     model_seed, shuffle_seed, noise_seed = ranks.shared(_seeds(settings.seed))
     report, look = on_progress or (lambda _: None), research or (lambda *_: None)
-    losses_of = settings.losses_for(data)
+    losses_of = losses_for(settings, data)
     with torch.random.fork_rng(devices=[]), torch_threads(_threads(settings.batch_size * math.prod(data.shape))):
         torch.manual_seed(model_seed)
         model = models.build(settings.model, data.shape, data.classes, data.vocabulary)
         if settings.private and settings.loss is not None:
-            refuse_unsound_loss(settings.loss, losses_of, model, data, settings.how)
-        optimizer = settings.make_optimizer(model.parameters())
+            refuse_unsound_loss(settings.loss, losses_of, model, data, clippings.parse(settings.clipping))
+        optimizer = make_optimizer(settings, model.parameters())
         private = _attach(model, optimizer, data, settings, noise_seed, group) if settings.private else None
         loader = private.loader if private else _shuffled(data.train, settings.batch_size, shuffle_seed)
         about = {"data": data.name, "settings": asdict(settings)}
@@ -132,7 +133,7 @@ class _Run:
     def set_lr(self, step: int) -> None:
         """The learning rate of step number `step`, counted from 0."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.base_lr * self.settings.lr_factor(step, self.total)
+            group["lr"] = base_lr(self.settings) * lr_factor(self.settings, step, self.total)
 
     def stepped(self, progress: TrainingProgress) -> TrainingProgress:
         if self.settings.averaging:
@@ -150,7 +151,7 @@ class _Run:
 
     @torch.no_grad()
     def _average(self, step: int) -> None:
-        """Move the average towards the present weights, in the first steps faster, so that it forgets where it began. It
+        """Move the average towards the current weights, faster in the first steps, so that it forgets the initial ones. It
         is computed from released weights and costs no privacy."""
         share = max(1 - self.settings.averaging, 9 / (10 + step))
         for name, weight in self.model.named_parameters():
@@ -229,7 +230,7 @@ def _attach(
         delta=settings.delta,
         batch_size=settings.batch_size,
         epochs=settings.epochs,
-        clipping=settings.how,
+        clipping=clippings.parse(settings.clipping),
         accountant=settings.accountant,
         noise=settings.noise,
         seed=seed,

@@ -1,7 +1,7 @@
 """A loss of the user's own is tried on made-up records before the first step.
 
-While training, a run sees that records mix in gradients, and not that a loss is multiplied by a number computed from other
-records. Removing records one at a time shows both, and on made-up records it costs nothing.
+While training, a run detects records that mix in gradients, but not a loss that is multiplied by a number computed from
+other records. Removing records one at a time detects both, and on made-up records it costs nothing.
 """
 
 import copy
@@ -22,7 +22,7 @@ RECORDS = 6
 def refuse_unsound_loss(
     name: str, losses: Callable[[Tensor, Tensor], Tensor], model: nn.Module, data: Data, how: Clipping | Schedule
 ) -> None:
-    """Raises InvalidArgument if one record's loss depends on others. The model and torch's generator stay as they are."""
+    """Raises InvalidArgument if one record's loss depends on others. The model and torch's generator are left unchanged."""
     clipping = as_schedule(how).parts[0][1]
     with torch.random.fork_rng(devices=[]):
         batch = made_up(data)

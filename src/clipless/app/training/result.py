@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from clipless.accounting import ACCOUNTANTS, APPROXIMATION_NOTE
-from clipless.app.training.settings import TrainingSettings
+from clipless.app.settings import TrainingSettings
 from clipless.errors import InvalidArgument
 from clipless.runs.durable_files import replace_file
 from clipless.runs.run_folder import RunFolder

@@ -1,4 +1,4 @@
-"""Saving a training run while it goes on, and resuming it after an interruption."""
+"""Saving a training run as it goes, and resuming it after an interruption."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from clipless.app.settings import CHECKPOINT_SECONDS
 from clipless.distributed import Alone, Ranks
 from clipless.errors import Interrupted, InvalidArgument
 from clipless.private import Private
@@ -27,15 +28,15 @@ class Saving:
     out: Path
     resume: bool = False
     reseed: bool = False
-    every: float = 60.0
+    every: float = CHECKPOINT_SECONDS
     data: str | None = None
     config: str | None = None
 
 
 @dataclass
 class LoopState:
-    """What the training loop itself remembers: the scores of all tests, the step of the last one, seconds of training, and
-    the average of the weights if there is one."""
+    """The state of the training loop itself: the scores of all tests, the step of the last one, seconds of training, and the
+    average of the weights if there is one."""
 
     scores: list[float] = field(default_factory=list)
     tested: int = 0
@@ -143,12 +144,10 @@ class RunSaver:
         if not asked:
             return
         if not (self._saving and self._private):
-            raise Interrupted(
-                "stopped. Only private runs are saved while they go on, so this one starts anew next time."
-            )
+            raise Interrupted("stopped. Only private runs are saved as they go, so this one has to start again.")
         if not saved:
             self._save()
         raise Interrupted(
-            f"stopped after step {self._private.steps_taken} of {self._private.plan.steps}, and saved. To go on:  "
+            f"stopped after step {self._private.steps_taken} of {self._private.plan.steps}, and saved. To continue:  "
             f"clipless train --resume --out {self._saving.out}"
         )

@@ -13,7 +13,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class LearningTask:
-    """`losses` has one loss per record, (B,). `measure` has a sum over test records and the number it is divided by."""
+    """`losses` returns one loss per record, (B,); `measure` a sum over test records and the number to divide it by."""
 
     metric: str
     higher_is_better: bool

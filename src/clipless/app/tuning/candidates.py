@@ -12,24 +12,11 @@ from typing import Any
 from clipless import defaults
 from clipless.accounting.selection import RunShape
 from clipless.app import clippings
-from clipless.app.training import TrainingSettings
+from clipless.app.settings import TUNABLE, TrainingSettings
 from clipless.arguments import unknown_name
 from clipless.errors import InvalidArgument, InvalidType
 from clipless.phases import as_schedule
 
-TUNABLE = (
-    "model",
-    "clipping",
-    "epochs",
-    "batch_size",
-    "optimizer",
-    "lr",
-    "lr_schedule",
-    "momentum",
-    "weight_decay",
-    "averaging",
-    "unit_gradients",
-)
 OF_CLIPPING = "clipping."  # before the name of one of its parameters, as in clipping.percentile
 MOST_CANDIDATES = 10_000
 
@@ -63,6 +50,15 @@ class Grid:
     def merged(self, other: "Grid") -> "Grid":
         """This grid with the lists and settings of another, which win."""
         return Grid({**self.values, **other.values}, {**self.fixed, **other.fixed})
+
+    def as_lists(self) -> dict[str, list[Any]]:
+        """The same candidates as lists alone, of one value for each shared setting.
+
+        >>> Grid({"lr": ["0.1", "0.2"]}, {"momentum": 0.5}).as_lists()
+        {'momentum': [0.5], 'lr': [0.1, 0.2]}
+        """
+        lists = {name: [value] for name, value in self.fixed.items()} | dict(self.values)
+        return {name: [_typed(name, value) for value in _listed(name, values)] for name, values in lists.items()}
 
 
 def read_grid(path: Path) -> Grid:
@@ -115,7 +111,9 @@ def shape_of(settings: TrainingSettings, records: int) -> RunShape:
     """What a run with these settings releases, without its noise, on a data set of that size."""
     per_pass = defaults.steps_per_pass(records, settings.batch_size)
     steps = settings.epochs * per_pass
-    return RunShape.of(settings.batch_size / records, steps, as_schedule(settings.how).noise_schedule(steps))
+    return RunShape.of(
+        settings.batch_size / records, steps, as_schedule(clippings.parse(settings.clipping)).noise_schedule(steps)
+    )
 
 
 def varied(candidates: Sequence[TrainingSettings]) -> tuple[str, ...]:

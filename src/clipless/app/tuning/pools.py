@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
+from clipless.app.names import EXECUTORS
 from clipless.arguments import unknown_name, whole
 from clipless.errors import InvalidArgument, Misuse
 
-EXECUTORS = ("local", "processes", "dask")
 CONNECT_SECONDS = 15
 
 

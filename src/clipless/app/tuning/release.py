@@ -63,6 +63,7 @@ def tune(
     out: Path | None = None,
     seed: int | None = None,
     on_progress: Callable[[float], None] | None = None,
+    config: str | None = None,
 ) -> Tuned:
     """Run a search and release the best run.
 
@@ -70,7 +71,7 @@ def tune(
     any case. Only the chosen run is kept. With `source`, the name or path of the data set, workers load it themselves.
     `seed` repeats a search, for tests: whoever knows it can subtract the noise. `on_progress` is called with the fraction of
     all steps that is done. It reveals how many runs were drawn: do not show it to anyone who sees the result. The pool is
-    closed at the end; the caller's own executor (`Borrowed`) is not.
+    closed at the end; the caller's own executor (`Borrowed`) is not. `config` is stored as config.toml.
     """
     workplace = InProcess() if pool is None else pool
     folder = None if out is None else RunFolder(out)
@@ -88,7 +89,7 @@ def tune(
     result = _result_of(search, winner, ledger, place, seed)
     tuned = Tuned(search, winner.candidate, result, winner.details["plan"], scores)
     if folder is not None:
-        save_run(tuned.result, folder.path)
+        save_run(tuned.result, folder.path, config)
         folder.write_record((folder.read_record() or {}) | {"tuning": tuned.record()})
     return tuned
 
@@ -113,7 +114,7 @@ def _record_search(folder: RunFolder, search: Search, ledger: Ledger) -> dict[st
 
 
 def _draw_tasks(search: Search, seed: int | None, data: Data | str) -> list[Task]:
-    """The runs to take, drawn by the operating system's randomness; with a seed by that, and each with one of its own."""
+    """The runs to execute, drawn with the operating system's randomness; with a seed, drawn from it, each with its own."""
     rng = random.SystemRandom() if seed is None else random.Random(seed)
     tasks = []
     for place, candidate in enumerate(search.price.method.draw(rng)):

@@ -81,8 +81,8 @@ def plan_search(
 ) -> Search:
     """Price a search and check that every candidate can be trained; spends nothing.
 
-    Every candidate gets the noise with which choosing among all of them stays within the total (`epsilon`, `delta`); its
-    own epsilon and delta are not used. `delta=None` means N**-1.1.
+    Every candidate gets the noise at which choosing among all of them stays within the total (`epsilon`, `delta`); its own
+    epsilon and delta are not used. `delta=None` means N**-1.1.
     """
     if not candidates:
         raise InvalidArgument("there is no candidate: give at least one value to try.")

@@ -23,7 +23,7 @@ class SavedGradients(RunState):
 
     @property
     def steps_taken(self) -> int:
-        """All recorded steps, less those that a resumed run has yet to repeat."""
+        """All recorded steps, minus those that a resumed run has yet to repeat."""
         return self.ledger.steps - (self._journal.pending if self._journal else 0)
 
     def save_to(self, path: str | Path) -> None:
@@ -79,7 +79,7 @@ class SavedGradients(RunState):
     def _refuse_ended(self) -> None:
         """Raises after `detach`, and in a forked process."""
         if self._ended:
-            raise Misuse("the run was detached and its keys are erased: call make_private anew.")
+            raise Misuse("the run was detached and its keys are erased: call make_private again.")
         if os.getpid() != self._owner:
             raise Misuse(
                 "this process was forked after make_private, and both would draw the same noise: call make_private in the "

@@ -91,7 +91,7 @@ class PrivateTraining(Callback):
         if self.private is not None:
             raise Misuse(
                 "this PrivateTraining has trained already, and a second fit() would spend a second budget on the same "
-                "records. To go on with an interrupted run, make a new Trainer with a new PrivateTraining and call "
+                "records. To continue an interrupted run, make a new Trainer with a new PrivateTraining and call "
                 "fit(ckpt_path=...); for a new run on other records do the same without ckpt_path."
             )
         refuse_trainer(trainer)
@@ -152,7 +152,7 @@ class PrivateTraining(Callback):
     # While training.
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse validations that would fall between two parts of a batch: how long an epoch is, is known now."""
+        """Refuse validations that would fall between two parts of a batch, now that the length of an epoch is known."""
         refuse_validation_within_a_batch(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -173,7 +173,7 @@ class PrivateTraining(Callback):
             self._kept = random_state_of([pl_module.device], ())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with the random numbers that training would have had without the validation."""
+        """Continue with the random numbers that training would have had without the validation."""
         if self._kept is not None:
             set_random_state(self._kept, ())
             self._kept = None

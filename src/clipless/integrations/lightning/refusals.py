@@ -58,7 +58,7 @@ def refuse_module(module: LightningModule) -> None:
     if is_overridden("configure_gradient_clipping", module, LightningModule):
         raise Misuse(f"configure_gradient_clipping finds no gradient before the step, and {_CLIPPING}")
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise Misuse("training_step(dataloader_iter) fetches batches itself: take training_step(batch, batch_idx).")
+        raise Misuse("training_step(dataloader_iter) fetches batches itself: use training_step(batch, batch_idx).")
 
 
 def refuse_callbacks(callbacks: Sequence[Callback], module: LightningModule) -> None:

@@ -10,7 +10,7 @@ from clipless.errors import InvalidArgument
 
 _ONE_BATCH_SIZE = "the plan rests on one batch size: set per_device_train_batch_size, the records of a micro-batch"
 _OWN_SAMPLING = "batches are Poisson samples, whatever the records' lengths"
-_NO_WRAPPER = "private training is shared by plain processes: start them by torchrun without it"
+_NO_WRAPPER = "private training runs in plain processes: start them with torchrun, without it"
 _KEYS = "it would publish the checkpoints, which hold the keys of the noise: choose 'end' or 'every_save'"
 
 # What a setting is, whether it is on, and what to do instead.
@@ -59,7 +59,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "skip_memory_metrics",
         lambda args: not args.skip_memory_metrics,
-        "memory in use tells the sizes of the batches drawn, which are not private: leave it at True",
+        "memory in use reveals the sizes of the batches drawn, which are not private: leave it at True",
     ),
     ("debug", lambda args: bool(args.debug), "it prints activations of training records, which are not private"),
     (
@@ -79,4 +79,4 @@ def refuse_settings(args: TrainingArguments) -> None:
     """Raises InvalidArgument for the first setting with which training would not be private."""
     for name, is_on, remedy in _REFUSED:
         if is_on(args):
-            raise InvalidArgument(f"{name}={getattr(args, name)!r} does not go with private training: {remedy}.")
+            raise InvalidArgument(f"{name}={getattr(args, name)!r} cannot be used in private training: {remedy}.")

@@ -141,7 +141,7 @@ class PrivateTrainer(Trainer):
         if self.private is not None:
             raise Misuse(
                 "train() was called already: a second call is a second run on the same records, whose epsilon adds up. Plan "
-                "all epochs in one call; after an interruption go on with a new PrivateTrainer and resume_from_checkpoint."
+                "all epochs in one call; after an interruption resume with a new PrivateTrainer and resume_from_checkpoint."
             )
         assert self._turns is not None
         assert self._records is not None
@@ -166,7 +166,7 @@ class PrivateTrainer(Trainer):
         return model, loader
 
     def _begin(self, private: Private, checkpoint: str | None) -> None:
-        """Open the ledger of a new run, or go on from a checkpoint."""
+        """Open the ledger of a new run, or continue from a checkpoint."""
         if checkpoint is None:
             private.save_to(Path(self.args.output_dir) / LEDGER)
             return
@@ -174,14 +174,14 @@ class PrivateTrainer(Trainer):
         if not saved.is_file():
             raise InvalidArgument(
                 f"{checkpoint} has no {CHECKPOINT}: it was saved by another Trainer or with save_only_model=True, or its "
-                "run has ended. Noise and ledger cannot be restored from it, so begin anew."
+                "run has ended. Noise and ledger cannot be restored from it: start a new run."
             )
         self._load_optimizer_and_scheduler(checkpoint)
         private.load_checkpoint(saved)
         if private.steps_taken != self.state.global_step:
             private.detach()
             raise Misuse(
-                f"{checkpoint} is put together from different steps of the run: use another checkpoint, as it is."
+                f"{checkpoint} mixes files from different steps of the run: use another checkpoint, unchanged."
             )
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

@@ -13,9 +13,9 @@ TASK_WORDS = {"classes": "classes", "regression": "numbers", "labels": "labels"}
 
 @dataclass(frozen=True)
 class OwnData:
-    """`target` names the columns to predict, `task` one of `TASK_WORDS`, `classes` a number or names with commas between.
-    `columns` has the rules of the columns as a schema file does, `made_from` the digest of the file that the schema was
-    made from. `drop` names columns that are left out, `test` a table of test records."""
+    """`target` names the columns to predict, `task` is one of `TASK_WORDS`, `classes` a number or names separated by commas.
+    `columns` has the rules of the columns as in a schema file, `made_from` the digest of the table that the schema was made
+    from. `drop` names columns that are left out, `test` a table of test records."""
 
     target: tuple[str, ...] = ()
     task: str | None = None
@@ -46,7 +46,7 @@ class OwnData:
             names = [str(number) for number in range(int(names[0]))] if len(names[0]) < 7 else names
         if len(names) < 2 or not all(names) or len(set(names)) < len(names):
             raise InvalidArgument(
-                "--classes is the number of classes, at least 2, or their names with commas between, each once, as no,yes."
+                "--classes is the number of classes, at least 2, or their names separated by commas, each once, as no,yes."
             )
         return names
 

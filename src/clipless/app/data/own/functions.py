@@ -48,7 +48,7 @@ def load_function(name: str, stated: OwnData) -> Data:
     task = stated.stated_task() or named("task", found.get("task", "classes"), TASKS)
     title = name.replace(":", ".")
     if task in ("classes", "tokens") and (isinstance(classes, bool) or not isinstance(classes, int) or classes < 2):
-        raise InvalidArgument(f"{name} does not say how many classes there are, and labels are not looked at: {SHAPE}")
+        raise InvalidArgument(f"{name} does not say how many classes there are, and labels are not inspected: {SHAPE}")
     if found.get("vocabulary") is not None:
         return make_texts(title, train, test, int(classes or 0), int(found["vocabulary"]), task)
     return make_data(title, train, test, classes) if task == "classes" else make_targets(title, train, test, task)

@@ -81,7 +81,7 @@ def _rules(table: Table, stated: OwnData) -> dict[str, ColumnRule]:
 
 
 def _task(table: Table, stated: OwnData, rules: Mapping[str, ColumnRule]) -> str:
-    """What is stated; else labels for several targets, classes if they are stated, a number if its range is."""
+    """The stated task; otherwise labels for several targets, classes if they are stated, a number if its range is."""
     target, given = rules[stated.target[0]], stated.stated_task()
     listed = stated.classes is not None or isinstance(target, CategoryColumn)
     if stated.classes is not None and (len(stated.target) > 1 or given not in (None, "classes")):
@@ -91,7 +91,7 @@ def _task(table: Table, stated: OwnData, rules: Mapping[str, ColumnRule]) -> str
         raise InvalidArgument("several targets are labels or numbers: give --task labels or regression, or one target.")
     if (task == "classes" and not listed) or (given is None and task == "numbers" and _as_it_is(target)):
         raise InvalidArgument(
-            f"which classes does {stated.target[0]!r} have? They are not looked up in the records: give --classes no,yes, "
+            f"which classes does {stated.target[0]!r} have? They are not inferred from the records: give --classes no,yes, "
             "or --classes 3 for 0, 1, 2, list its categories in --schema, or predict a number with --task regression."
         )
     return task
@@ -188,5 +188,5 @@ def _described(stated: OwnData, features: Sequence[str], task: str) -> dict[str,
 
 
 def _without_dates(rule: Mapping[str, Any]) -> dict[str, Any]:
-    """A rule as JSON has it."""
+    """A rule as plain data for JSON."""
     return {key: str(value) if isinstance(value, datetime.date) else value for key, value in rule.items()}

@@ -84,8 +84,8 @@ def _csv(path: Path, content: bytes) -> tuple[list[str], list[list[str]], list[i
     for row, place in zip(cells, places[1:], strict=True):
         if len(row) != len(names):
             raise InvalidArgument(
-                f"line {place} of {path} has another number of cells than the header ({len(names)}). Give every row a "
-                "cell in each column, and put cells that contain a separator in quotation marks."
+                f"line {place} of {path} does not have as many cells as the header ({len(names)}). Give every row a cell in "
+                "each column, and put cells that contain a separator in quotation marks."
             )
     return names, [list(column) for column in zip(*cells, strict=True)] or [[] for _ in names], places[1:]
 
@@ -103,7 +103,7 @@ def _parquet(path: Path, content: bytes) -> tuple[list[str], list[list[str]], li
         except (pyarrow.ArrowException, UnicodeDecodeError):
             kind = table.schema.field(name).type
             raise InvalidArgument(
-                f"column {name!r} of {path} is of type {kind}, which is no number, text or date. Leave it out: --drop "
+                f"column {name!r} of {path} is of type {kind}, which is not a number, text or date. Leave it out: --drop "
                 f"{name!r}."
             ) from None
         columns.append(["" if text is None else text.strip() for text in texts])

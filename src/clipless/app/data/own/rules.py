@@ -7,8 +7,8 @@ A rule is stated in a schema file or a configuration, as a table with one of
     categories      a list; one column for each, and one for every other value, a missing one included
     use = false     the column is left out
 
-and, for numbers and dates, `missing`, the value that stands for a missing one. A column without a rule is a number that is
-used as it is.
+and, for numbers and dates, `missing`, the value used for a missing one. A column without a rule is a number that is used as
+it is.
 """
 
 import datetime
@@ -57,7 +57,7 @@ class NumberColumn:
         if text.lower() in MISSING:
             if self.missing is None:
                 raise InvalidArgument(
-                    f"column {name!r} of {table.path} has missing values. State what stands for one (missing = ... in "
+                    f"column {name!r} of {table.path} has missing values. State a value to use instead (missing = ... in "
                     f"[columns.{_key(name)}]), leave the column out (--drop {name!r}), or remove such rows yourself."
                 )
             return self.missing
@@ -65,7 +65,7 @@ class NumberColumn:
         if value is None or abs(value) > LARGEST:
             kind = "date (such as 2026-01-31)" if self.dates else "number"
             raise InvalidArgument(
-                f"{table.place(row)}, column {name!r}, is no {kind}{_hint(text)}. Correct it, state the column's rule "
+                f"{table.place(row)}, column {name!r}, is not a {kind}{_hint(text)}. Correct it, state the column's rule "
                 f"in --schema ({EXAMPLES}), or leave it out: --drop {name!r}."
             )
         return value
@@ -82,8 +82,8 @@ class CategoryColumn:
         return np.eye(len(self.values) + 1)[[len(self.values) if place is None else place for place in places]]
 
     def places(self, texts: Sequence[str]) -> list[int | None]:
-        """The number of each text's category; None for a text that is none of them. Numbers are equal as numbers: 1.0 is
-        in the category 1."""
+        """The number of each text's category; None for a text in no category. Numbers are compared as numbers: 1.0 is in
+        the category 1."""
         known = {value: place for place, value in enumerate(self.values)}
         numbers: dict[float, int] = {}
         for value, place in known.items():
@@ -136,7 +136,7 @@ def _categories(name: str, stated: Mapping[str, Any]) -> CategoryColumn:
     values = stated["categories"]
     if "missing" in stated:
         raise _refusal(
-            name, "needs no missing: a missing value counts as none of the categories. List '' to have one for it"
+            name, "takes no missing: a missing value is in none of the categories. List '' to have a category for it"
         )
     if not isinstance(values, (list, tuple)) or not all(isinstance(value, (str, int, float)) for value in values):
         raise _refusal(name, "must list its categories: categories = ['a', 'b']")
@@ -152,7 +152,7 @@ def _number_rule(name: str, stated: Mapping[str, Any]) -> NumberColumn:
     low, high, missing = (read(name, key, stated.get(key)) for key in ("low", "high", "missing"))
     if low is not None and high is not None:
         if low >= high:
-            raise _refusal(name, "has a low that is not below its high: exchange them")
+            raise _refusal(name, "has a low that is not below its high: swap them")
         return NumberColumn((low + high) / 2, (high - low) / 2, 1.0, missing, stated=True, dates=dates)
     centre, scale = (_finite(name, key, stated.get(key)) for key in ("centre", "scale"))
     if scale is not None and scale <= 0:
@@ -164,7 +164,7 @@ def _finite(name: str, key: str, value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
-        raise _refusal(name, f"has a {key} that is no finite number: state one that is known without the records")
+        raise _refusal(name, f"has a {key} that is not a finite number: state one that is known without the records")
     return float(value)
 
 
@@ -172,7 +172,7 @@ def _days(name: str, key: str, value: object) -> float | None:
     if value is None and key == "missing":
         return None
     if not isinstance(value, datetime.date):
-        raise _refusal(name, f"has a {key} that is no date, and a low that is one: write {key} = 2026-01-31")
+        raise _refusal(name, f"has a date as its low and a {key} that is not one: write {key} = 2026-01-31")
     return float(value.toordinal())
 
 
@@ -185,7 +185,7 @@ def as_date(text: str) -> datetime.date | None:
 
 
 def as_number(text: str) -> float | None:
-    """The finite number that a text is; true and false are 1 and 0."""
+    """The text as a finite number, or None; true and false are 1 and 0."""
     try:
         value = None if "_" in text else float({"true": "1", "false": "0"}.get(text.lower(), text))
     except ValueError:

@@ -11,8 +11,8 @@ TEST_SHARE = 0.2
 def test_rows(table: Table) -> list[bool]:
     """About a fifth, chosen by a hash of each row's own cells, and of how many equal rows precede it.
 
-    One row more or less moves no other from training to testing: tables that differ in one row have training parts that
-    differ in at most one record, which is what the guarantee is about. A permutation of all rows would not do.
+    One row more or less moves no other row from training to testing: tables that differ in one row have training parts that
+    differ in at most one record, as the guarantee requires. A random permutation of all rows would not have this property.
     """
     seen: Counter[bytes] = Counter()
     found = []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from clipless.app.cli._output import is_quiet, metric_text, short
+from clipless.app.terminal.output import is_quiet, metric_text, short
 
 if TYPE_CHECKING:
     from clipless.app.training import TrainingProgress

@@ -1,32 +1,22 @@
-"""Options of a training run that several commands share, in groups (see `_groups`)."""
+"""Options of a training run."""
 
-from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
-from clipless.accounting import ACCOUNTANTS
-from clipless.app.models import MODELS, TEXT_MODELS
-from clipless.app.training import LR_SCHEDULES, OPTIMIZERS, TrainingSettings
-from clipless.clipping import CLIPPINGS
-from clipless.noise import NOISE_SOURCES
+from clipless.app import names
+from clipless.app.options.common import ACCOUNTANT_HELP, MODEL_PANEL, PRIVACY_PANEL, STEPS_PANEL, starting
+from clipless.app.settings import MOMENTUM, TrainingSettings
 
 DEFAULTS = TrainingSettings()
-DATA_PANEL, MODEL_PANEL, PRIVACY_PANEL, STEPS_PANEL = "Data", "Model", "Privacy", "Training"
-
-
-def starting(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """Completes a name in the shell."""
-    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
-
 
 ModelOption = Annotated[
     str,
     typer.Option(
-        help=f"{', '.join(MODELS)}; for texts {', '.join(TEXT_MODELS)}; or package.module:function, called with (shape, "
-        "classes).",
-        autocompletion=starting((*MODELS, *TEXT_MODELS)),
+        help=f"{', '.join(names.MODELS)}; for texts {', '.join(names.TEXT_MODELS)}; or package.module:function, called "
+        "with (shape, classes).",
+        autocompletion=starting((*names.MODELS, *names.TEXT_MODELS)),
         rich_help_panel=MODEL_PANEL,
     ),
 ]
@@ -40,17 +30,17 @@ LossOption = Annotated[
 ClippingOption = Annotated[
     str,
     typer.Option(
-        help=f"{', '.join(CLIPPINGS)}, with numbers of its own as 'dc-p(percentile=0.3, bins=30)'.",
-        autocompletion=starting(CLIPPINGS),
+        help=f"{', '.join(names.CLIPPINGS)}, with parameters as in 'dc-p(percentile=0.3, bins=30)'.",
+        autocompletion=starting(names.CLIPPINGS),
         rich_help_panel=PRIVACY_PANEL,
     ),
 ]
 TrainClippingOption = Annotated[
     str,
     typer.Option(
-        help=f"{', '.join(CLIPPINGS)}, with numbers of its own as 'dc-p(percentile=0.3, bins=30)', or none for training "
-        "without privacy.",
-        autocompletion=starting((*CLIPPINGS, "none")),
+        help=f"{', '.join(names.CLIPPINGS)}, with parameters as in 'dc-p(percentile=0.3, bins=30)', or "
+        f"{names.NO_CLIPPING} for training without privacy.",
+        autocompletion=starting((*names.CLIPPINGS, names.NO_CLIPPING)),
         rich_help_panel=PRIVACY_PANEL,
     ),
 ]
@@ -78,8 +68,8 @@ LearningRateOption = Annotated[
 NoiseOption = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(NOISE_SOURCES)}. Default: secure, or seeded with --seed.",
-        autocompletion=starting(NOISE_SOURCES),
+        help=f"{', '.join(names.NOISE_SOURCES)}. Default: secure, or seeded with --seed.",
+        autocompletion=starting(names.NOISE_SOURCES),
         rich_help_panel=PRIVACY_PANEL,
     ),
 ]
@@ -95,11 +85,7 @@ class BudgetGroup:
     delta: DeltaOption = DEFAULTS.delta
     accountant: Annotated[
         str,
-        typer.Option(
-            help="pld, rdp, or gdp (an approximation).",
-            autocompletion=starting(ACCOUNTANTS),
-            rich_help_panel=PRIVACY_PANEL,
-        ),
+        typer.Option(help=ACCOUNTANT_HELP, autocompletion=starting(names.ACCOUNTANTS), rich_help_panel=PRIVACY_PANEL),
     ] = DEFAULTS.accountant
 
 
@@ -116,7 +102,9 @@ class StepsGroup:
     optimizer: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(OPTIMIZERS)}.", autocompletion=starting(OPTIMIZERS), rich_help_panel=STEPS_PANEL
+            help=f"{', '.join(names.OPTIMIZERS)}.",
+            autocompletion=starting(names.OPTIMIZERS),
+            rich_help_panel=STEPS_PANEL,
         ),
     ] = DEFAULTS.optimizer
     lr: LearningRateOption = None
@@ -124,17 +112,19 @@ class StepsGroup:
 
 @dataclass(frozen=True)
 class RefinementGroup:
-    """What `train` and `compare` take about steps besides."""
+    """Further options of the optimizer, which `train` and `compare` take."""
 
     lr_schedule: Annotated[
         str,
         typer.Option(
-            help=f"Of the learning rate over the run: {', '.join(LR_SCHEDULES)}.",
-            autocompletion=starting(LR_SCHEDULES),
+            help=f"Of the learning rate over the run: {', '.join(names.LR_SCHEDULES)}.",
+            autocompletion=starting(names.LR_SCHEDULES),
             rich_help_panel=STEPS_PANEL,
         ),
     ] = DEFAULTS.lr_schedule
-    momentum: Annotated[float | None, typer.Option(help="Of sgd. Default: 0.9.", rich_help_panel=STEPS_PANEL)] = None
+    momentum: Annotated[
+        float | None, typer.Option(help=f"Of sgd. Default: {MOMENTUM}.", rich_help_panel=STEPS_PANEL)
+    ] = None
     weight_decay: Annotated[
         float | None, typer.Option(help="Default: the optimizer's own.", rich_help_panel=STEPS_PANEL)
     ] = None

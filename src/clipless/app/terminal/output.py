@@ -45,13 +45,13 @@ def show_table(title: str, rows: Mapping[str, str]) -> None:
 
 
 def show_note(message: str) -> None:
-    """What the user should know besides the result; nothing with --quiet."""
+    """Something the user should know besides the result; not shown with --quiet."""
     if not is_quiet():
         show_warning(message)
 
 
 def show_warning(message: str) -> None:
-    """What the user has to know, --quiet or not."""
+    """Something the user has to know, with or without --quiet."""
     Console(stderr=True, soft_wrap=True).print(Text(message, style="yellow"))
 
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from clipless.app.bench import machine
 from clipless.app.bench.problems import PROBLEMS
 from clipless.app.bench.processes import PAIRS_IN_ONE, Comparison, compare
-from clipless.app.cli import _output
-from clipless.app.cli._progress import PERCENT, progress_bar
+from clipless.app.terminal import output
+from clipless.app.terminal.progress import PERCENT, progress_bar
 from clipless.arguments import named
 from clipless.runs.durable_files import replace_file
 from clipless.runs.run_folder import RunFolder
@@ -37,7 +37,7 @@ def bench_processes(
     record = {"machine": about, "models": [one.to_dict() for one in found]}
     replace_file(place / "processes.json", lambda file: file.write(json.dumps(record, indent=2).encode() + b"\n"))
     if as_json:
-        _output.show_json(record)
+        output.show_json(record)
     else:
         Console().print(_table(found, processes))
 

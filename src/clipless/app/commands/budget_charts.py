@@ -6,7 +6,7 @@ from typing import Any
 
 from clipless.app.charts import Chart, drawing, figure, lines, save
 from clipless.app.charts.budget import Budget, curves
-from clipless.app.cli._progress import progress_bar
+from clipless.app.terminal.progress import progress_bar
 
 STEM = "budget"
 

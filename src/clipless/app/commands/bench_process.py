@@ -1,5 +1,5 @@
 """A measurement of `clipless bench` with the memory allocator set as asked for: in this process if it is set so, else in a
-new one, `python -m clipless.app.cli._bench_process '{"settings": ...}'`."""
+new one, `python -m clipless.app.commands.bench_process '{"settings": ...}'`."""
 
 import json
 import os
@@ -15,8 +15,8 @@ import typer
 
 from clipless.app.bench import store
 from clipless.app.bench.run import BenchSettings, run
-from clipless.app.cli._progress import PERCENT, progress_bar
 from clipless.app.progress import OnProgress
+from clipless.app.terminal.progress import PERCENT, progress_bar
 
 
 def measure_to_file(settings: BenchSettings, out: Path, *, malloc: bool, visible: bool) -> Path:

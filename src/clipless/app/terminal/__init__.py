@@ -1,0 +1,1 @@
+"""What commands write to the terminal, and the signals that reach them."""
