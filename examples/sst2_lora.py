@@ -20,24 +20,45 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.nn.functional as F
 from datasets import Dataset
-from peft import LoraConfig, TaskType, get_peft_model
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
 from transformers import (
-    AutoModelForSequenceClassification,
+    AutoModel,
     AutoTokenizer,
     BertConfig,
-    BertForSequenceClassification,
+    BertModel,
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
     TrainingArguments,
     set_seed,
 )
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 import clipless
 from clipless.integrations.transformers import PrivateTrainer
 
 WORDS = ["[PAD]", "[UNK]", "a", "good", "fine", "bad", "dull", "film", "plot", "and"]
+
+
+class Classifier(nn.Module):
+    """A linear layer on the mean of a sentence's tokens, which is what MiniLM was trained for. Padding does not count."""
+
+    def __init__(self, encoder: nn.Module, width: int, classes: int = 2) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> SequenceClassifierOutput:
+        tokens = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        counted = attention_mask.unsqueeze(-1).to(tokens.dtype)
+        logits = self.head(self.norm((tokens * counted).sum(1) / counted.sum(1)))
+        return SequenceClassifierOutput(None if labels is None else F.cross_entropy(logits, labels), logits)
 
 
 def table(path: Path) -> list[tuple[str, int]]:
@@ -53,19 +74,24 @@ def made_up() -> list[tuple[str, int]]:
 
 
 def tokenized(rows: list[tuple[str, int]], tokenizer: Any) -> Dataset:
-    columns = tokenizer([sentence for sentence, _ in rows], truncation=True, max_length=64)
+    """In order of length: the records of a Poisson batch come in the order of the data set, so that those of a micro-batch
+    are of about the same length and are hardly padded."""
+    rows = sorted(rows, key=lambda row: len(row[0]))
+    columns = tokenizer([sentence for sentence, _ in rows], truncation=True, max_length=64, return_token_type_ids=False)
     return Dataset.from_dict({**columns, "label": [label for _, label in rows]})
 
 
 def pretrained(folder: str) -> tuple[Any, Any]:
-    return AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
+    encoder = AutoModel.from_pretrained(folder, add_pooling_layer=False)
+    return AutoTokenizer.from_pretrained(folder), Classifier(encoder, encoder.config.hidden_size)
 
 
 def tiny() -> tuple[Any, Any]:
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    model = BertForSequenceClassification(BertConfig(vocab_size=len(WORDS), max_position_embeddings=64, **sizes))
+    config = BertConfig(vocab_size=len(WORDS), max_position_embeddings=64, **sizes)
+    model = Classifier(BertModel(config, add_pooling_layer=False), config.hidden_size)
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]"), model
 
 
@@ -102,8 +128,7 @@ def main() -> None:
     tables = (made_up(), made_up()) if chosen.tiny else (table(data / "train.tsv.gz"), table(data / "dev.tsv.gz"))
     train, dev = (tokenized(rows, tokenizer) for rows in tables)
 
-    adapters = LoraConfig(task_type=TaskType.SEQ_CLS, r=8, lora_alpha=16, target_modules=["query", "key", "value"])
-    adapters.modules_to_save = ["pooler", "classifier"]
+    adapters = LoraConfig(r=8, lora_alpha=16, target_modules=["query", "key", "value"], modules_to_save=["head"])
     batch = min(chosen.batch, len(train) // 4)
     parts = max(1, batch // 128)
     with tempfile.TemporaryDirectory() as folder:
