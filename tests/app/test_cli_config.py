@@ -144,6 +144,7 @@ def test_options_win_over_the_grid_of_a_file(shell: Shell) -> None:
         ("tune", "momentum = 0.5", "momentum in run.toml is an option of clipless train that tune does not have"),
         ("tune", 'grid = ["lr"]', "grid takes one value"),
         ("check", "clippin = 1", "did you mean 'clipping'?"),
+        ("check", "test_every = 1", "unknown option in run.toml 'test_every'"),
         ("check", "json = true", "unknown option in run.toml 'json'"),
     ],
 )

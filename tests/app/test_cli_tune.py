@@ -32,7 +32,7 @@ def test_every_method_from_the_grid_to_the_report(method: str, tmp_path: Path) -
     shown, notes = in_process(*QUICK, "--method", method, "--out", str(out))
     assert "for the whole search" in shown
     assert "the guarantee does not cover them" in notes
-    assert {path.name for path in out.iterdir()} == {"ledger.jsonl", "model.pt", "run.json"}
+    assert {path.name for path in out.iterdir()} == {"ledger.jsonl", "model.pt", "run.json", "config.toml"}
     record = json.loads((out / "run.json").read_text())
     found = read_ledger(out / "ledger.jsonl")
     assert 0.99 * 6 <= found.spent().epsilon == record["metrics"]["epsilon"] <= 6

@@ -2,7 +2,9 @@
 
 import datetime
 import gzip
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from clipless.app.data import Data, OwnData, load
+from clipless.app.data import Data, OwnData, load, load_features
 from clipless.app.data.own.reading import read
 from clipless.app.data.own.splitting import test_rows as rows_for_testing
 from clipless.errors import InvalidArgument, MissingLibrary
@@ -55,6 +57,28 @@ def test_columns_become_numbers_by_their_rules(tmp_path: Path) -> None:
     assert (-0.5, 1.0, 1.0, 0.0, 0.0, -1.0, 1.0) in records(data)
     assert data.columns is not None
     assert data.columns["features"] == ["age", "height", "job", "born"]
+
+
+def test_new_rows_are_encoded_as_in_training(tmp_path: Path) -> None:
+    """By what run.json holds, in which dates are texts; without the target, in another order, with columns of no use."""
+    path = people(tmp_path, [*ROWS, ",180,baker,1950-07-01,x,1"])
+    data = load(path, own=replace(STATED, test=str(path)))
+    stored = json.loads(json.dumps(data.columns))
+    assert stored["classes"] == ["0", "1"]
+    table = read(path)
+    names = ["born", "job", "other", "height", "age"]
+    rows = zip(*(table.columns.get(name, ["?"] * len(table)) for name in names), strict=True)
+    new = write(tmp_path, "\n".join([",".join(names), *map(",".join, rows)]) + "\n", "new.csv")
+    assert torch.equal(load_features(new, stored), data.test.tensors[0])
+    with pytest.raises(InvalidArgument, match=r"new\.csv has none named 'aged': did you mean 'age'\?"):
+        load_features(new, stored | {"features": ["aged"]})
+
+
+def test_the_classes_of_a_run_are_those_of_the_schema(tmp_path: Path) -> None:
+    columns = COLUMNS | {"paid": {"categories": ["1", "0"]}}
+    data = load(people(tmp_path), own=replace(STATED, classes=None, columns=columns))
+    assert data.columns is not None
+    assert data.columns["classes"] == ["1", "0"]
 
 
 def test_missing_and_unknown_values_have_places_of_their_own(tmp_path: Path) -> None:
@@ -165,7 +189,7 @@ BAD: dict[str, tuple[Callable[[Path], tuple[Path, OwnData]], str]] = {
         "contradict",
     ),
     "range turned": (table("age,y\n1,0\n2,1\n", columns={"age": {"low": 1, "high": 0}}), "not below its high"),
-    "range of nan": (table("age,y\n1,0\n2,1\n", columns={"age": {"low": float("nan"), "high": 1}}), "no finite number"),
+    "range of nan": (table("age,y\n1,0\n2,1\n", columns={"age": {"low": float("nan"), "high": 1}}), "not a finite number"),
     "scale 0": (table("age,y\n1,0\n2,1\n", columns={"age": {"centre": 1, "scale": 0}}), "not positive"),
     "categories twice": (table("a,y\n1,0\n2,1\n", columns={"a": {"categories": ["1", 1]}}), "each once"),
     "no table": (table("a,y\n1,0\n2,1\n", columns={"a": 3}), "is not a table"),

@@ -25,7 +25,7 @@ NOT_IN_FILES = (
     "show_completion",
 )
 COLUMNS, GRID = "clipless.columns", "clipless.grid"
-OF_RUNS = {field.name for field in fields(TrainingSettings)}
+OF_RUNS = {field.name for field in fields(TrainingSettings)} - {"test_every"}  # the one that is not an option
 
 
 def reading(

@@ -13,13 +13,13 @@ from clipless.app.data.digits import digits
 from clipless.app.data.features import FEATURES, with_features
 from clipless.app.data.files import idx_folder, npz_archive
 from clipless.app.data.images import cifar10, fashion_mnist, mnist, svhn
-from clipless.app.data.own import TABLE_ENDS, OwnData, is_function, load_function, load_table
+from clipless.app.data.own import TABLE_ENDS, OwnData, is_function, load_features, load_function, load_table
 from clipless.app.data.tables import adult, adult_labels, housing, wine
 from clipless.app.data.texts import e2e, names, qnli, snli, sst2
 from clipless.arguments import unknown_name
 from clipless.errors import InvalidArgument
 
-__all__ = ["DATA", "Data", "OwnData", "load"]
+__all__ = ["DATA", "Data", "OwnData", "load", "load_features"]
 
 # Each takes the folder to look in; None: those of CLIPLESS_DATA and of the system's packages.
 DATA: dict[str, Callable[[str | Path | None], Data]] = {

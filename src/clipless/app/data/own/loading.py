@@ -38,7 +38,7 @@ def load_table(path: Path, stated: OwnData) -> Data:
     if not features:
         raise InvalidArgument(f"{path} has no column besides the target: there is nothing to predict from.")
     train, test = _parts(table, stated, rules, features, task)
-    columns = _described(stated, features, task)
+    columns = _described(stated, rules, features, task)
     name = next(path.name.removesuffix(end) for end in sorted(TABLE_ENDS, key=len)[::-1] if path.name.endswith(end))
     if task == "classes":
         made = make_data(name, train, test, len(_classes(stated, rules).values))
@@ -176,13 +176,13 @@ def _number(table: Table, name: str, rule: ColumnRule) -> Array:
     return rule.encode(table, name)
 
 
-def _described(stated: OwnData, features: Sequence[str], task: str) -> dict[str, Any]:
+def _described(stated: OwnData, rules: Mapping[str, ColumnRule], features: Sequence[str], task: str) -> dict[str, Any]:
     """What has to be known to use the model on other records."""
     return {
         "features": list(features),
         "target": list(stated.target),
         "task": task,
-        "classes": stated.class_names(),
+        "classes": list(_classes(stated, rules).values) if task == "classes" else None,
         "rules": {name: _without_dates(rule) for name, rule in stated.columns.items()},
     }
 
