@@ -26,6 +26,7 @@ ELSEWHERE = {
     "jax.md": "tests/integrations/test_jax_page.py",
     "lightning.md": "tests/integrations/test_lightning_page.py",
     "migrating.md": "tests/integrations/test_migrating.py",
+    "own_data.md": "tests/docs/test_own_data_page.py",
     "reliability.md": "tests/test_reliability.py",
     "tuning.md": "tests/app/test_tuning.py",
 }
@@ -137,13 +138,13 @@ def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
 
 @pytest.mark.parametrize(("name", "line"), SHELL)
 def test_command_is_one_that_exists(name: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its options are parsed as the command line does; nothing is run. A configuration that it names is there, and empty."""
+    """Its options are parsed as the command line does; nothing is run. A configuration that it names has the model only."""
     first, *rest = shlex.split(line.partition(" > ")[0], comments=True)
     if "--config" in rest:
         monkeypatch.chdir(tmp_path)
         config = Path(rest[rest.index("--config") + 1])
         config.parent.mkdir(parents=True, exist_ok=True)
-        config.touch()
+        config.write_text('model = "mlp"\n')
     while "=" in first:
         first, *rest = rest
     if first == "clipless":
