@@ -189,7 +189,10 @@ BAD: dict[str, tuple[Callable[[Path], tuple[Path, OwnData]], str]] = {
         "contradict",
     ),
     "range turned": (table("age,y\n1,0\n2,1\n", columns={"age": {"low": 1, "high": 0}}), "not below its high"),
-    "range of nan": (table("age,y\n1,0\n2,1\n", columns={"age": {"low": float("nan"), "high": 1}}), "not a finite number"),
+    "range of nan": (
+        table("age,y\n1,0\n2,1\n", columns={"age": {"low": float("nan"), "high": 1}}),
+        "not a finite number",
+    ),
     "scale 0": (table("age,y\n1,0\n2,1\n", columns={"age": {"centre": 1, "scale": 0}}), "not positive"),
     "categories twice": (table("a,y\n1,0\n2,1\n", columns={"a": {"categories": ["1", 1]}}), "each once"),
     "no table": (table("a,y\n1,0\n2,1\n", columns={"a": 3}), "is not a table"),

@@ -70,6 +70,27 @@ SABOTAGES = (
         (COMMANDS,),
     ),
     Sabotage(
+        "setting-of-a-file-ignored",
+        "app/cli/_config.py",
+        "    if value != getattr(DEFAULTS, name):\n",
+        "    if False:\n",
+        ("tests/app/test_cli_config.py",),
+    ),
+    Sabotage(
+        "audit-of-another-noise",
+        "app/cli/audit.py",
+        "noise_multiplier=multiplier, seed=seed",
+        "seed=seed",
+        ("tests/app/test_cli_config.py",),
+    ),
+    Sabotage(
+        "new-rows-scaled-otherwise",
+        f"{OWN}/new_records.py",
+        "if name in stated else AS_IT_IS",
+        "if name in stated and False else AS_IT_IS",
+        (TABLES,),
+    ),
+    Sabotage(
         "seeded-scalars-tagged-private",
         f"{TRAINING}/board.py",
         "PRIVATE if settings.private and settings.seed is None else NOT_PRIVATE",
