@@ -78,12 +78,13 @@ class Child:
         return self.returncode
 
     def wait(self, timeout: float = 300) -> int:
-        deadline = time.monotonic() + timeout
+        deadline, pause = time.monotonic() + timeout, 0.002
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 self.kill()
                 raise TimeoutError(f"not done after {timeout} s; it wrote {self.err.read_text()}")
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.03)  # who waits long asks less often
         return code
 
     def done(self, timeout: float = 300) -> Done:
