@@ -12,7 +12,7 @@ RUFF := $(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 help:
 	@echo "make demo    train digits without privacy, with Abadi clipping and with AUTO-S, side by side"
-	@echo "make test    lint, type check and run all tests"
+	@echo "make test    lint, type check and run the tests"
 	@echo "make test-scripts  run what builds figures, pages and benchmarks, in a cheap form"
 	@echo "make test-integrations  run the tests of clipless.integrations: Hugging Face, Lightning, Opacus, JAX, and of Dask and torchrun"
 	@echo "make test-torch VERSION=2.13.0  run the core tests with another version of torch, in an environment of its own"
