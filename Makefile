@@ -5,14 +5,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 PINNED := pyproject.toml constraints.txt hatch_build.py $(wildcard src/clipless/native/*.c)
+RUFF := $(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integrations test-torch test-worlds sabotage sweep soak figures screenshots docs package-check bench audit models-page zoo lint format clean
+.PHONY: help demo test test-scripts test-integrations test-torch test-worlds sabotage sweep soak figures screenshots docs package-check bench audit models-page zoo lint format clean
 
 help:
 	@echo "make demo    train digits without privacy, with Abadi clipping and with AUTO-S, side by side"
-	@echo "make test    lint, type check and run all tests"
-	@echo "make test-integrations  run the tests of clipless.integrations: Hugging Face, Lightning, Opacus, JAX"
+	@echo "make test    lint, type check and run the tests"
+	@echo "make test-scripts  run what builds figures, pages and benchmarks, in a cheap form"
+	@echo "make test-integrations  run the tests of clipless.integrations: Hugging Face, Lightning, Opacus, JAX, and of Dask and torchrun"
 	@echo "make test-torch VERSION=2.13.0  run the core tests with another version of torch, in an environment of its own"
 	@echo "make test-worlds  sharded runs in worlds of one to four processes, against one process: 3 minutes"
 	@echo "make sabotage  break the source in 300 places, one at a time: the tests must notice each: 30 minutes"
@@ -33,12 +35,20 @@ help:
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/demo.py
 
-test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# mypy reads the sources while the tests run.
+test: $(VENV)/.test
+	$(RUFF)
+	$(BIN)/mypy & types=$$!; \
+	  $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not scripts"; tests=$$?; \
+	  wait $$types || { echo "the types are wrong: see above, or make lint"; exit 1; }; exit $$tests
+
+# What builds figures, pages and benchmarks, in a cheap form.
+test-scripts: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m scripts tests/test_makefile.py tests/app
 
 # Without these folders in `make test`, which needs none of those libraries (norecursedirs in pyproject.toml).
 test-integrations: $(VENV)/.integrations
-	$(BIN)/python -m pytest -n 2 tests/integrations src/clipless/integrations
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations src/clipless/integrations
 
 # The core: the engine, its checks, noise, sampling, policies, saving. Other builds of torch are large.
 CORE := tests/gradients tests/noise tests/runs tests/sampling tests/thresholds tests/test_clipping.py tests/test_optimizers.py \
@@ -98,8 +108,7 @@ zoo: $(VENV)/.test
 	$(BIN)/python experiments/models_page.py
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(RUFF)
 	$(BIN)/mypy
 
 format: $(VENV)/.test

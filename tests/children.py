@@ -12,6 +12,7 @@ import os
 import random
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -80,12 +81,13 @@ class Child:
         return self.returncode
 
     def wait(self, timeout: float = 300) -> int:
-        deadline = time.monotonic() + timeout
+        deadline, pause = time.monotonic() + timeout, 0.002
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 self.kill()
                 raise TimeoutError(f"not done after {timeout} s; it wrote {self.err.read_text()}")
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.03)  # who waits long asks less often
         return code
 
     def done(self, timeout: float = 300) -> Done:
@@ -119,6 +121,18 @@ def run_code(code: str, *arguments: str | Path, cwd: Path | None = None, **furth
         script = Path(folder, "program.py")
         script.write_text(code, encoding="utf-8")
         return run(script, *arguments, cwd=cwd, **further)
+
+
+def rank_environments(size: int) -> list[dict[str, str]]:
+    """What torchrun tells each of so many ranks."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = str(listening.getsockname()[1])
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+    return [
+        where | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        for rank in range(size)
+    ]
 
 
 class InsteadOfSubprocess:

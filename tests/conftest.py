@@ -5,6 +5,7 @@ On some virtual machines torch takes the processor for one with matrix units, an
 instruction. A child process tries one, and if it dies oneDNN is told to do without, before it is used here.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -53,10 +54,8 @@ def pytest_report_header() -> str | None:
 # The files that take longest, the longest first: `make test` gives whole files to two processes, which thus end at about the
 # same time. A file that is split would set up its worlds of processes twice.
 LONGEST = (
-    "tests/test_makefile.py",
     "tests/distributed/test_sharded.py",
     "tests/auditing/test_two_processes.py",
-    "tests/app/test_tuning_dask.py",
     "tests/gradients/test_model_families.py",
     "tests/accounting/test_accountants.py",
     "tests/app/test_bench.py",
@@ -67,11 +66,9 @@ LONGEST = (
     "tests/gradients/projections/test_projection_engine.py",
     "tests/gradients/test_costs.py",
     "tests/accounting/test_calibrate.py",
-    "tests/native/test_build.py",
     "tests/gradients/recurrent/test_recurrent.py",
     "tests/auditing/test_step_game.py",
     "tests/app/test_cli_tune.py",
-    "tests/examples/test_examples.py",
 )
 
 
@@ -80,3 +77,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parents[1]
     place = {root / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: it is not looked through for garbage again and again."""
+    gc.collect()
+    gc.freeze()

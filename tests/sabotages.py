@@ -6,14 +6,16 @@ still catch what it caught before.
 """
 
 import argparse
+import atexit
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from sabotage_lists import SABOTAGES
@@ -21,9 +23,13 @@ from sabotage_lists.one import Sabotage
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "clipless"
-# The exit code of pytest if a test has failed; others than this and 0 say that nothing was tested.
-FAILED = 1
+# A process of tests exits with this plus the exit code of pytest, which is 0 if all pass and 1 if one fails; with any other
+# code nothing was tested.
+ENDED = 100
 MOST_SECONDS = 900.0
+# Tests run in processes that are forked from one which has imported what is not ours.
+PROCESSES = get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "scipy.stats", "sklearn.datasets", "dp_accounting", "pytest"])
 
 
 def occurrences(sabotage: Sabotage, sources: Path = SOURCES) -> int:
@@ -52,22 +58,38 @@ def outcome(sabotage: Sabotage) -> str:
     if occurrences(sabotage) != 1:
         return f"NOT APPLIED: its text occurs {occurrences(sabotage)} times in {sabotage.file}"
     with tempfile.TemporaryDirectory() as folder:
-        sources = Path(folder, "src", "clipless")
+        sources, told = Path(folder, "src", "clipless"), Path(folder, "told.txt")
         shutil.copytree(SOURCES, sources)
         apply(sabotage, sources)
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=line"]
-        environment = os.environ | {"PYTHONPATH": str(sources.parent), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-B", "-m", "pytest", *options, *sabotage.tests]
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS
-            )
-        except subprocess.TimeoutExpired:
+        process = PROCESSES.Process(target=run_tests, args=(sabotage.tests, sources.parent, told))
+        process.start()
+        process.join(MOST_SECONDS)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
             return f"NOT TESTED: no test has failed after {MOST_SECONDS:g} s"
-    if done.returncode == FAILED:
+        last = told.read_text(encoding="utf-8").strip().splitlines()[-3:] if told.exists() else []
+    if process.exitcode == ENDED + 1:
         return "caught"
-    last = (done.stdout + done.stderr).strip().splitlines()[-3:]
-    return "SURVIVED" if done.returncode == 0 else f"NOT TESTED: {' | '.join(last)}"
+    return "SURVIVED" if process.exitcode == ENDED else f"NOT TESTED: {' | '.join(last)}"
+
+
+def run_tests(tests: Sequence[str], sources: Path, told: Path) -> None:
+    """Be a process that runs these tests on these sources and nothing else."""
+    assert "clipless" not in sys.modules, "the sources to be tested must not be loaded before they are broken"
+    written = os.open(told, os.O_WRONLY | os.O_CREAT)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    os.chdir(ROOT)
+    os.environ |= {"PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1"}
+    sys.path.insert(0, str(sources))
+    sys.dont_write_bytecode = True
+    import pytest
+
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=line"]
+    code = pytest.main([*options, *tests])
+    atexit._run_exitfuncs()
+    sys.exit(ENDED + code)
 
 
 def timed(sabotage: Sabotage) -> tuple[str, float]:
@@ -81,6 +103,8 @@ def main(names: list[str], jobs: int) -> int:
     if unknown:
         sys.exit(f"no such sabotage: {', '.join(unknown)}. There are {', '.join(known)}.")
     chosen = [known[name] for name in names] if names else list(SABOTAGES)
+    import conftest  # noqa: F401  finds out once, and not in every process of tests, what this machine can do
+
     found: Counter[str] = Counter()
     with ThreadPoolExecutor(jobs) as pool:
         for sabotage, (result, seconds) in zip(chosen, pool.map(timed, chosen), strict=True):

@@ -33,8 +33,12 @@ def test_no_two_have_the_same_name_or_are_the_same() -> None:
     assert max(Counter((sabotage.file, sabotage.old, sabotage.new) for sabotage in SABOTAGES).values()) == 1
 
 
+def test_a_change_that_matters_is_caught(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantile-sign"], jobs=1) == 0
+    assert capsys.readouterr().out.startswith("caught    quantile-sign")
+
+
 def test_a_change_that_does_not_matter_survives_and_the_source_is_left_alone() -> None:
-    """That one which matters is caught is seen where the targets of the Makefile are run."""
     text = "    if rate >= 1:\n"
     before = (SOURCES / "sampling/poisson.py").read_bytes()
     assert outcome(Sabotage("", "sampling/poisson.py", text, text + "\n", (QUICK,))) == "SURVIVED"

@@ -196,7 +196,7 @@ def test_methods_are_compared_at_the_same_coverage() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mean", [1.0, 1.5, 4.0, 30.0])
 def test_repetitions_have_the_stated_law(shape: float, mean: float) -> None:
-    """Probabilities add up and have the mean; 20,000 draws fit them. Chi-square at 1e-4: fails once in 500 suites."""
+    """Probabilities add up and have the mean; 8,000 draws fit them. Chi-square at 1e-4: fails once in 500 suites."""
     repetitions = Repetitions(mean, shape)
     first = 0 if shape == math.inf else 1
     chances = np.array(list(itertools.takewhile(lambda p: p > 1e-18, repetitions.probabilities())))
@@ -204,7 +204,7 @@ def test_repetitions_have_the_stated_law(shape: float, mean: float) -> None:
     assert chances @ np.arange(first, first + len(chances)) == pytest.approx(mean, rel=1e-5)
     assert repetitions.missing(0.3) == pytest.approx(float(chances @ 0.7 ** np.arange(first, first + len(chances))))
     rng = random.Random(f"{shape} {mean}")
-    draws = np.array([repetitions.draw(rng) for _ in range(20_000)])
+    draws = np.array([repetitions.draw(rng) for _ in range(8_000)])
     assert chi_square(draws - first, chances) > 1e-4
 
 

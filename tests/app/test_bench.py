@@ -424,6 +424,7 @@ def test_a_way_that_failed_makes_the_exit_code_1(tmp_path: Path) -> None:
     assert "Misuse: broken" in done.output
 
 
+@pytest.mark.scripts
 def test_quick_run_from_end_to_end(tmp_path: Path) -> None:
     options = ["--quick", "--models", "mlp,lstm", "--clippings", "auto-s", "--no-opacus", "--threads", "1", "--json"]
     command = ["bench", *options, "--scaling", "batch,records", "--no-memory", "--out", "here", "--malloc", "on"]
@@ -503,6 +504,7 @@ def test_curves_have_a_time_for_every_size() -> None:
     assert AXES["batch"].sizes == (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
+@pytest.mark.scripts
 def test_full_training_private_against_plain(tmp_path: Path) -> None:
     options = ["--data", "digits", "--epochs", "1", "--batch-size", "512", "--threads", "1", "--out", "found.json"]
     done = children.run(ROOT / "benchmarks" / "fashion.py", *options, cwd=tmp_path)

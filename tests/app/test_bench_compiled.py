@@ -162,6 +162,7 @@ def test_another_file_is_refused(text: str) -> None:
         compiled.from_json(text)
 
 
+@pytest.mark.scripts
 def test_the_script_measures_and_writes_the_page(tmp_path: Path) -> None:
     options = ["--functions", "keystream,add_rows", "--rounds", "1", "--quick"]
     done = script("compiled", *options, "--out", str(tmp_path))

@@ -67,6 +67,7 @@ def test_without_results_there_is_nothing_to_fit(tmp_path: Path) -> None:
         scale.fitted(tmp_path)
 
 
+@pytest.mark.scripts
 def test_the_command_prints_the_tables() -> None:
     done = children.run(ROOT / "benchmarks" / "scale.py", "--from", ROOT / "benchmarks" / "results")
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ from clipless.errors import InvalidArgument
 FEW = theory.DRAWINGS[7:9]
 
 
+@pytest.mark.scripts
 @pytest.mark.parametrize("drawing", theory.DRAWINGS, ids=lambda drawing: drawing.stem)
 def test_figure_has_titles_axes_and_legends(drawing: Drawing) -> None:
     figure = drawing.draw()

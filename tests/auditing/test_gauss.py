@@ -76,16 +76,19 @@ def test_values_that_cannot_be_have_no_chance() -> None:
     assert tail(-1e6, 1.0, 1.0, 20, 20, SAMPLED) == 1
 
 
-@pytest.mark.parametrize("steps", [SAMPLED, FULL], ids=["sampled", "full"])
-def test_a_true_claim_is_refuted_as_rarely_as_is_said(steps: Steps) -> None:
-    """100 audits of 60 canaries at 80 %, with a canary in that moves releases as far as is claimed: 20 refuted at most, 34
-    or more have a chance of 0.1 %. It is fewer, since so few numbers leave the size of the noise open by a tenth: of 1000
-    audits with other seeds 77 (sampled) and 54 (full), so that none of 100 has a chance of 0.4 % at most."""
+@pytest.mark.parametrize(
+    ("steps", "audits", "expected"), [(SAMPLED, 100, range(1, 34)), (FULL, 40, range(17))], ids=["sampled", "full"]
+)
+def test_a_true_claim_is_refuted_as_rarely_as_is_said(steps: Steps, audits: int, expected: range) -> None:
+    """Audits of 60 canaries at 80 %, with a canary in that moves releases as far as is claimed: a fifth of them refuted at
+    most, 34 or more of 100 and 17 or more of 40 have a chance of 0.1 %. It is fewer, since so few numbers leave the size of
+    the noise open by a tenth: of 1000 audits with other seeds 77 (sampled) and 54 (full), so that none of 100 has a chance
+    of 0.1 %."""
     rng, refuted = np.random.default_rng(2), 0
-    for _ in range(100):
+    for _ in range(audits):
         inside, (outside, squares) = released(steps, 30, rng, kappa=1.0)[0][0], (r[0] for r in released(steps, 30, rng))
         refuted += gauss_refutes(1.0, inside, outside, CanaryTrace(steps, squares), 0.8)
-    assert 0 < refuted < 34
+    assert refuted in expected
 
 
 def bound(steps: Steps, *, kappa: float | Floats, size: float = 1.0, canaries: int = 2000) -> float:

@@ -1,11 +1,13 @@
 """`make test-worlds`: sharded runs, and models under both forms, in worlds of one to four processes, against one process.
-With a number, up to that many.
+With a number, up to that many; with --quick, few of the runs, to try the script.
 
 Too long for every run of the tests, which see the world of two in full and the others in part.
 """
 
+import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from scenarios import CASES
 from sharded_scenarios import few, model_of, trained
 from shared_run import BATCH
 from torch import Tensor
-from world_scenarios import MODELS, worlds_among
+from world_scenarios import MODELS, SOME, worlds_among
 from worlds import world
 
 # Relative to the gradient, or to what one record adds where the records of a batch cancel.
@@ -28,20 +30,21 @@ def distance(one: list[Tensor], other: list[Tensor]) -> float:
     return float((flat[0] - flat[1]).norm() / max(float(flat[1].norm()), 1 / BATCH))
 
 
-def expected() -> dict[str, list[list[Tensor]]]:
+def expected(cases: Sequence[tuple[str, str]], models: Sequence[str]) -> dict[str, list[list[Tensor]]]:
     """The released gradients of every run in one process."""
-    found = {f"{name} {groups}": scenarios.case(name, groups)["gradients"] for name, groups in CASES}
+    found = {f"{name} {groups}": scenarios.case(name, groups)["gradients"] for name, groups in cases}
     found["few"] = few()["gradients"]
-    for name in MODELS:
+    for name in models:
         found[f"sharded {name}"] = found[f"whole {name}"] = trained(model_of(name))
     return found
 
 
-def main(processes: int) -> int:
+def main(processes: int, quick: bool) -> int:
     torch.set_num_threads(1)
+    scenario, chosen = ("some_sharded_worlds", SOME) if quick else ("sharded_worlds", (CASES, MODELS))
     with tempfile.TemporaryDirectory() as folder:
-        ranks: list[dict[Any, Any]] = world("sharded_worlds", processes, Path(folder))
-    alone, noise, failed = expected(), scenarios.pure_noise()["gradients"], False
+        ranks: list[dict[Any, Any]] = world(scenario, processes, Path(folder))
+    alone, noise, failed = expected(*chosen), scenarios.pure_noise()["gradients"], False
     for size, members in worlds_among(processes).items():
         worst: dict[str, float] = {}
         for member in members:
@@ -60,4 +63,8 @@ def main(processes: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 4))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("processes", nargs="?", type=int, default=4, help="of the largest world")
+    parser.add_argument("--quick", action="store_true", help="few of the runs")
+    given = parser.parse_args()
+    sys.exit(main(given.processes, given.quick))

@@ -1,8 +1,7 @@
 """`clipless train` in the ranks of torchrun: the first alone prints and writes; all are killed, and resumed. That torchrun
-itself starts them so is seen in tests/examples."""
+itself starts them so is seen in tests/integrations."""
 
 import json
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from children import Child
+from children import Child, rank_environments
 from clipless import read_ledger
 from clipless.app.data import load
 from clipless.app.training import TrainingSettings, train
@@ -31,23 +30,12 @@ def make(shape, classes):
 """
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
 def ranks(out: Path, *options: str) -> list[Child]:
     """Two ranks with the environment that torchrun gives, so that each of them can be killed."""
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "test"}
     return [
-        Child(
-            *TRAIN, "--out", out, *options,
-            cwd=out.parent, notes=out.parent,
-            environment=where | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+        Child(*TRAIN, "--out", out, *options, cwd=out.parent, notes=out.parent, environment=environment)
+        for environment in rank_environments(2)
+    ]
 
 
 def lines(path: Path) -> int:

@@ -1,5 +1,6 @@
 """Sharded runs in every world of one to four ranks, for `all_worlds.py`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from sharded_scenarios import few, model_of, sharded, trained
 from shared_run import network
 
 MODELS = ("encoder", "lora", "checkpointed", "attention")
+SOME = (CASES[::8], MODELS[-1:])
 
 
 def worlds_among(ranks: int) -> dict[int, list[int]]:
@@ -16,7 +18,9 @@ def worlds_among(ranks: int) -> dict[int, list[int]]:
     return {size: list(range(ranks - size, ranks)) for size in range(1, ranks + 1)}
 
 
-def sharded_worlds(folder: Path) -> dict[Any, Any]:
+def sharded_worlds(
+    folder: Path, cases: Sequence[tuple[str, str]] = CASES, models: Sequence[str] = MODELS
+) -> dict[Any, Any]:
     """Every clipping and partition, batches of one record, noise, and models trained in parts."""
     said: dict[Any, Any] = {}
     worlds = worlds_among(dist.get_world_size())
@@ -26,9 +30,14 @@ def sharded_worlds(folder: Path) -> dict[Any, Any]:
             continue
         group = groups[size]
         said[size] = {
-            f"{name} {parts}": case(name, parts, model=sharded(network(), group), group=group) for name, parts in CASES
+            f"{name} {parts}": case(name, parts, model=sharded(network(), group), group=group) for name, parts in cases
         }
         said[size] |= {"noise": pure_noise(group, lambda model: sharded(model, group)), "few": few(group)}  # noqa: B023
-        said[size] |= {f"sharded {name}": trained(sharded(model_of(name), group), group=group) for name in MODELS}
-        said[size] |= {f"whole {name}": trained(model_of(name), group=group) for name in MODELS}
+        said[size] |= {f"sharded {name}": trained(sharded(model_of(name), group), group=group) for name in models}
+        said[size] |= {f"whole {name}": trained(model_of(name), group=group) for name in models}
     return said
+
+
+def some_sharded_worlds(folder: Path) -> dict[Any, Any]:
+    """The same with few of them."""
+    return sharded_worlds(folder, *SOME)

@@ -2,16 +2,17 @@
 
 import difflib
 import gzip
-import os
 import re
 import runpy
 import struct
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+
+import children
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -86,12 +87,13 @@ def test_tabular(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert re.search(r"[\d.]+% of 8 test wines\nSpent\(epsilon=2\.\d+.*steps=8", told)
 
 
-def test_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join(filter(None, sys.path))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    script = [str(EXAMPLES / "torchrun.py"), "--epochs", "1"]
-    done = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert re.search(r"[\d.]+% of 360 test digits\nSpent\(epsilon=[23]\.\d+.*steps=6", done.stdout)
-    assert done.stdout.count("Spent(") == 1
+def test_torchrun(tmp_path: Path) -> None:
+    """With the environment that torchrun gives; that it starts them so is seen in tests/integrations."""
+    script, told = EXAMPLES / "torchrun.py", children.rank_environments(2)
+    options: dict[str, Any] = {"cwd": tmp_path, "notes": tmp_path}
+    ranks = [children.Child(script, "--epochs", "1", environment=environment, **options) for environment in told]
+    first, second = (rank.done() for rank in ranks)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr[-2000:] + second.stderr[-2000:]
+    assert re.search(r"[\d.]+% of 360 test digits\nSpent\(epsilon=[23]\.\d+.*steps=6", first.stdout)
+    assert first.stdout.count("Spent(") == 1
+    assert second.stdout == ""

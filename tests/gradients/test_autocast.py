@@ -35,10 +35,9 @@ def whole(found: clipless.ClippedSum) -> Tensor:
 def test_bfloat16_agrees_with_the_oracle(name: str) -> None:
     make, batch_of = CASES[name]
     torch.manual_seed(0)
-    model, batch = make(), batch_of()
-    for how in (clipless.auto_s(), clipless.abadi(groups="per-layer")):
-        fast, slow = (whole(which.clipped_sum(model, under_autocast, batch, how)) for which in (clipless, oracle))
-        precise = whole(oracle.clipped_sum(model, losses, batch, how))
-        allowed = max(2e-2 * float(slow.norm()), float((slow - precise).norm()))
-        assert fast.dtype == torch.float32
-        assert float((fast - slow).norm()) <= allowed
+    model, batch, how = make(), batch_of(), clipless.auto_s(groups="per-layer")
+    fast, slow = (whole(which.clipped_sum(model, under_autocast, batch, how)) for which in (clipless, oracle))
+    precise = whole(oracle.clipped_sum(model, losses, batch, how))
+    allowed = max(2e-2 * float(slow.norm()), float((slow - precise).norm()))
+    assert fast.dtype == torch.float32
+    assert float((fast - slow).norm()) <= allowed

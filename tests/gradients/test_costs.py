@@ -23,7 +23,7 @@ from clipless.noise import NoiseSource
 
 # The benchmark's models with fewer layers, words and records: the costs of a layer and a record stay what they are.
 SMALL = PROBLEMS | {
-    "resnet18": replace(PROBLEMS["resnet18"], batch=4),
+    "resnet18": replace(PROBLEMS["resnet18"], batch=2),
     "encoder": replace(
         PROBLEMS["encoder"], batch=4, build=lambda: encoder(depth=1, words=500), inputs=words_of(128, 500)
     ),

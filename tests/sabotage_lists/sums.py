@@ -253,7 +253,7 @@ SABOTAGES = (
         "private.py",
         "[by_group[self.plan.groups.group_of[name]] for name in self._engine.parameters]",
         "[by_group[0] for name in self._engine.parameters]",
-        (f"{RELEASES}::test_each_release_of_a_run_per_layer[abadi-unequal-equal-budget-4]",),
+        (f"{RELEASES}::test_each_release_of_a_run_per_layer[abadi-unequal-equal-budget-11]",),
     ),
     Sabotage(
         "convolution-bias-averaged",

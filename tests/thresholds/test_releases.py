@@ -330,13 +330,13 @@ def test_every_clipping_has_a_case() -> None:
     assert CASES.keys() >= CLIPPINGS.keys()
 
 
-@pytest.mark.parametrize(("allocation", "part"), [("uniform", None), ("equal-budget", 4)])
+@pytest.mark.parametrize(("allocation", "part"), [("uniform", None), ("equal-budget", 11)])
 @pytest.mark.parametrize("name", CASES)
 def test_each_release_of_a_flat_run(name: str, allocation: str, part: int | None) -> None:
     compare(CASES[name], "flat", allocation, part)
 
 
-@pytest.mark.parametrize(("allocation", "part"), [("uniform", None), ("equal-budget", 4)])
+@pytest.mark.parametrize(("allocation", "part"), [("uniform", None), ("equal-budget", 11)])
 @pytest.mark.parametrize("name", [*CASES, *DIVIDED])
 def test_each_release_of_a_run_per_layer(name: str, allocation: str, part: int | None) -> None:
     compare({**CASES, **DIVIDED}[name], "per-layer", allocation, part)

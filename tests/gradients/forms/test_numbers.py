@@ -51,7 +51,7 @@ def test_no_record_is_too_small_for_the_bound(rule: Callable[[Tensor, Tensor], T
     """A norm that cannot be told from 0 in float32 must not get the factor of 0. Inputs down to the least float32."""
     model = nn.Linear(5, 3, bias=False)
     how = Clipping("", rule, Constant(threshold))
-    for exponent in range(0, -46, -1):
+    for exponent in (0, -5, -10, *range(-15, -46, -1)):
         x = 10.0**exponent * torch.linspace(0.3, 1, 5).expand(1, 5)
         fast, slow = (which.clipped_sum(model, output_sums, x, how) for which in (clipless, oracle))
         share = float(as_float64(fast.grads).norm())

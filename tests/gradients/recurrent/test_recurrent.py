@@ -148,7 +148,7 @@ PROBLEMS |= {
 def test_engine_agrees_with_oracle(problem: Problem, clipping: str, groups: str) -> None:
     """A rule sees norms alone, whatever the layer; tests/gradients/test_engine.py has the others."""
     model, how = problem.model(), CLIPPINGS[clipping](groups=groups)
-    for records in (0, 1, 2, 7):
+    for records in (0, 1, 2, 7) if groups == "flat" else (2, 7):
         batch = problem.batch(records)
         fast, slow = (which.clipped_sum(model, losses, batch, how) for which in (clipless, oracle))
         torch.testing.assert_close(fast.norms, slow.norms, rtol=1e-4, atol=1e-7)

@@ -12,6 +12,7 @@ from clipless.errors import InvalidArgument
 IDX_FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 CIFAR_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
 CIFAR_ROW = 1 + 3 * 32 * 32
+CIFAR_BATCH = 10_000
 SVHN_FILES = ("train_32x32.mat", "test_32x32.mat")
 
 # The first labels of the training files, which tell sets of the same shape apart.
@@ -84,10 +85,10 @@ def _idx_set(source: Source, data_dir: str | Path | None) -> Data:
 
 def _cifar_batch(path: Path) -> Array:
     raw = contents(path)
-    if len(raw) != 10_000 * CIFAR_ROW:
+    if len(raw) != CIFAR_BATCH * CIFAR_ROW:
         raise InvalidArgument(
-            f"{path} has {len(raw)} bytes, and a batch of CIFAR-10 has {10_000 * CIFAR_ROW}: it is cut short or another "
-            f"file. {CIFAR10.remedy}"
+            f"{path} has {len(raw)} bytes, and a batch of CIFAR-10 has {CIFAR_BATCH * CIFAR_ROW}: it is cut short or "
+            f"another file. {CIFAR10.remedy}"
         )
     return np.frombuffer(raw, np.uint8).reshape(-1, CIFAR_ROW)
 
