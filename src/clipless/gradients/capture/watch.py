@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from clipless.errors import Misuse, UnsupportedModule
+from clipless.gradients.capture.wrappers import refuse_sharded_later, refuse_wrappers
 from clipless.gradients.layers.rule import reweighted
-from clipless.torch_internals import SpectralNorm, active_wrapper
+from clipless.torch_internals import SpectralNorm
 
 _VERSION = attrgetter("_version")
 
@@ -43,6 +44,9 @@ class StateWatch:
 
     def open(self, closely: bool) -> None:
         """Remember the present state; `closely` includes the contents of all tensors."""
+        if closely and not self._sharded:
+            for _, module in self._modules:
+                refuse_sharded_later(module)
         parameters: dict[str, Tensor] = dict(self._parameters)
         if self._sharded:
             parameters = {name: local_part(parameter) for name, parameter in parameters.items()}
@@ -138,8 +142,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class StructureWatch:
-    """Detects modules and parameters that are added to a model, parameters that become trainable, and a
-    DistributedDataParallel around it that was not paused, after `open`."""
+    """Detects modules and parameters that are added to a model, parameters that become trainable, and wrappers that were put
+    around it, after `open`."""
 
     def __init__(self, model: nn.Module, sharded: bool = False) -> None:
         self._model, self._sharded = model, sharded
@@ -155,8 +159,10 @@ class StructureWatch:
 
     def refuse_changes(self) -> None:
         """Raise if they have changed."""
+        refuse_wrappers()
         for name, module, contents in self._contents:
             if self._contents_of(module) != contents:
+                refuse_sharded_later(module)
                 raise Misuse(
                     f"module {name!r} got another child or parameter after make_private, which clipless does not watch: "
                     "build the model first, then call make_private, or detach() and call it again."
@@ -164,12 +170,6 @@ class StructureWatch:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise became_trainable(name)
-        wrapper = active_wrapper()
-        if wrapper is not None and wrapper.require_backward_grad_sync:
-            raise Misuse(
-                "the model runs in a DistributedDataParallel that make_private was not given, which would average gradients "
-                "by itself: wrap the model first and give make_private the wrapper, or train the model without it."
-            )
 
     def _contents_of(self, module: nn.Module) -> list[object]:
         """Its children and parameters. FSDP2 replaces sharded parameters by other objects while they are gathered, so only
