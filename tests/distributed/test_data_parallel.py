@@ -157,7 +157,7 @@ def test_what_differs_is_refused_by_name(said: Any, what: str) -> None:
 
 
 NOT_GIVEN = r"Misuse: the model runs in a DistributedDataParallel that make_private was not given.*\(0 steps\)"
-COPIES = r"Misuse: the model runs in DataParallel, which runs copies of the model.*fully_shard before make_private.*\(0 steps\)"
+COPIES = r"Misuse: the model runs in DataParallel, which runs copies.*fully_shard before make_private.*\(0 steps\)"
 LATER = r"Misuse: the model was put into FullyShardedDataParallel or fully_shard after make_private.*\(0 steps\)"
 OLD = r"Misuse: the model is wrapped in FullyShardedDataParallel.*shard with fully_shard"
 WRAPPED = {
@@ -184,7 +184,7 @@ WRAPPED = {
     "ddp, given what is inside": NOT_GIVEN,
     "ddp, alone and after": NOT_GIVEN,
     "data parallel, alone and after": COPIES,
-    "fsdp1, after a step": r"Misuse: the model runs in FullyShardedDataParallel.*fully_shard before make_private.*\(6 steps\)",
+    "fsdp1, after a step": r"Misuse: the model runs in FullyShardedDataParallel.*fully_shard before.*\(6 steps\)",
     "zero": r"InvalidArgument: ZeroRedundancyOptimizer .* give make_private a plain one.*fully_shard",
     "local sgd": r"InvalidType: PostLocalSGDOptimizer wraps another optimizer",
 }

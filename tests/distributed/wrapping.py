@@ -95,6 +95,7 @@ def later(wrap: Wrap, group: Any) -> str:
     outer = wrap(model)
 
     def step() -> None:
+        optimizer.zero_grad()
         x, y = next(iter(private.loader))
         private.backward(torch.nn.functional.cross_entropy(outer(x), y, reduction="none"))
         optimizer.step()
@@ -106,7 +107,7 @@ def later(wrap: Wrap, group: Any) -> str:
 
 
 def optimizers(group: Any) -> dict[str, str]:
-    """Optimizers that hold another one. To import them is to be warned of torch.jit, which the tests of this file are not."""
+    """Optimizers that hold another one. They are imported here, because that warns of torch.jit."""
     from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
     def tried(make: Callable[[nn.Module], Optimizer]) -> str:

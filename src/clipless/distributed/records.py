@@ -31,8 +31,10 @@ def refuse_other_records(ranks: Alone | Ranks, fetch: Callable[[Tensor], Any], s
     that is true of all, the first rank warns."""
     numbers = sampled_numbers(size)
     by_rank = ranks.gathered([digest_of(fetch, number) for number in numbers])
-    differing = [place for place, found in enumerate(zip(*by_rank, strict=True)) if len(set(found)) > 1]
-    if not differing and MISSING not in by_rank[0]:
+    differing = [
+        place for place, found in enumerate(zip(*by_rank, strict=True)) if len(set(found)) > 1 or MISSING in found
+    ]
+    if not differing:
         return
     own = by_rank[ranks.rank]
     steady = ranks.gathered(
@@ -41,9 +43,9 @@ def refuse_other_records(ranks: Alone | Ranks, fetch: Callable[[Tensor], Any], s
     compared = [place for place, found in zip(differing, zip(*steady, strict=True), strict=True) if all(found)]
     if compared:
         raise InvalidArgument(
-            f"the ranks do not have the same records: record {numbers[compared[0]]} is another one on another rank, so that "
-            "one record could be in a batch twice. Every rank needs the whole data set, in the same order: split and shuffle "
-            "it with the same seed on every rank, and do not divide it among them, since make_private does."
+            f"the ranks do not have the same records: record {numbers[compared[0]]} is another one on another rank, so "
+            "that one record could be in a batch twice. Every rank needs the whole data set, in the same order: split and "
+            "shuffle it with the same seed on every rank, and do not divide it among them, since make_private does."
         )
     if len(differing) == len(numbers) and ranks.rank == 0:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Refuses wrappers around the model that make_private was not given: they average, copy or divide the model by themselves."""
+"""Refuses wrappers around the model that make_private was not given: they copy, divide or average by themselves."""
 
 import sys
 from types import FrameType
@@ -52,12 +52,12 @@ def refuse_wrappers() -> None:
 
 
 def refuse_sharded_later(module: nn.Module) -> None:
-    """Raise if the module was sharded after make_private. FullyShardedDataParallel frees the memory of the parameters that it
-    takes over: to read them would end the process."""
+    """Raise if the module was sharded after make_private. FullyShardedDataParallel frees the memory of the parameters that
+    it takes over: to read them would end the process."""
     if _MARK in vars(module):
         raise Misuse(
-            "the model was put into FullyShardedDataParallel or fully_shard after make_private, which replace its parameters: "
-            "call fully_shard first, then build the optimizer and call make_private (docs/distributed.md). "
+            "the model was put into FullyShardedDataParallel or fully_shard after make_private, which replace its "
+            "parameters: call fully_shard first, then build the optimizer and call make_private (docs/distributed.md). "
             "FullyShardedDataParallel is not supported."
         )
 

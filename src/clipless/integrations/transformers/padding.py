@@ -1,7 +1,8 @@
 """Does a record's loss depend on how far it is padded? Compared on two records, before training.
 
 A collator that pads to the longest record of a batch tells every record how long the others are. Where the model masks the
-padding, that makes no difference; where it does not, one record's gradient depends on the others, and clipping bounds nothing.
+padding, that makes no difference. Where it does not, one record's gradient depends on the others, and its bound says nothing
+about theirs.
 """
 
 from collections.abc import Callable, Mapping

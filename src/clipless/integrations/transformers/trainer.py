@@ -94,8 +94,8 @@ class PrivateTrainer(Trainer):
     # Data.
 
     def get_train_dataloader(self) -> "DataLoader[Turn]":
-        """The turns of an epoch: shares of Poisson batches, in micro-batches. Settings may have changed since the trainer was
-        made, so they are looked at once more."""
+        """The turns of an epoch: shares of Poisson batches, in micro-batches. Settings may have changed since the trainer
+        was made, so they are looked at once more."""
         refuse_settings(self.args)
         if self.train_dataset is None:
             raise InvalidArgument("training requires a train_dataset: give one to PrivateTrainer.")
