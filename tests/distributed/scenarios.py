@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
-from wrapping import averaged, in_buckets, wrapped
+from wrapping import averaged, in_buckets, joined, wrapped
 
 import clipless
 from clipless.clipping import CLIPPINGS
@@ -78,6 +78,7 @@ def one_world(group: Any, folder: Path) -> dict[str, Any]:
         "wrapped": wrapped(group),
         "averaged": averaged(group),
         "in buckets": in_buckets(group),
+        "joined": joined(group),
         "hurried": hurried(rank, group, folder),
         "failures": failures(rank, group),
         "left": left_behind(rank, group, folder),

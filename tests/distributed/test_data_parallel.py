@@ -198,7 +198,7 @@ def test_what_the_model_is_wrapped_in_is_refused_by_name(said: Any, what: str) -
         assert rank["wrapped"].keys() == WRAPPED.keys()
 
 
-@pytest.mark.parametrize("what", ["averaged", "in buckets"])
+@pytest.mark.parametrize("what", ["averaged", "in buckets", "joined"])
 def test_what_makes_no_difference(said: Any, what: str) -> None:
     for rank in said[2]:
         assert distance(rank[what], released()["weights"]) < 1e-6

@@ -132,6 +132,16 @@ def averaged(group: Any) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+def joined(group: Any) -> list[torch.Tensor]:
+    """In the context that torch has for ranks with unequal numbers of batches, which ours have not; of parts they have."""
+    model = DistributedDataParallel(network(), process_group=group)
+    _, optimizer, private = begin(model, group=group)
+    with model.join():
+        list(steps(model, optimizer, private, micro=1))
+    private.detach()
+    return [p.detach().clone() for p in model.parameters()]
+
+
 def in_buckets(group: Any) -> list[torch.Tensor]:
     """Gradients that DistributedDataParallel would keep in its buckets."""
     model = DistributedDataParallel(network(), process_group=group, gradient_as_bucket_view=True)
