@@ -11,8 +11,8 @@ SABOTAGES = (
     Sabotage(
         "transformers-padding-not-masked",
         PADDING,
-        "    if not torch.isclose(",
-        "    if False and not torch.isclose(",
+        "    if moved > (",
+        "    if moved < 0 * (",
         (f"{PADDED}::test_padding_that_is_not_masked_is_refused",),
     ),
     Sabotage(
