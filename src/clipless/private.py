@@ -214,7 +214,7 @@ class Private(SavedRun):
 
     def _factors(self, norms: Tensor, groups: Sequence[int]) -> Tensor:
         """The clipping factors of some records in these groups, [g,b]."""
-        thresholds = self._thresholds[groups] if len(self._thresholds) > 1 else self._thresholds
+        thresholds = self._thresholds[groups] if self._thresholds.shape[0] > 1 else self._thresholds
         return self._phase.clipping.factors(norms, thresholds.to(norms), groups)
 
     def _observe(self, norms: Tensor) -> None:
@@ -287,5 +287,8 @@ class Private(SavedRun):
         release = partial(self._source.release, "gradient", step, divisor=divisor)
         shared = self._ranks, shards, values, stddevs, self._statistic, release
         released = released_sums(*shared) if self._ranks.size > 1 else release(values, stddevs)
-        noised = {name: part.to(p.dtype) for (name, p), part in zip(parameters.items(), released, strict=True)}
+        noised = {
+            name: part if part.dtype is p.dtype else part.to(p.dtype)
+            for (name, p), part in zip(parameters.items(), released, strict=True)
+        }
         return {name: shards.placed(name, part) for name, part in noised.items()} if shards else noised

@@ -14,6 +14,7 @@ from clipless.accounting import StepEvent
 from clipless.accounting.selection import LiuTalwar
 from clipless.app.cli import app
 from clipless.app.data import DATA, load
+from clipless.app.data.features import FEATURES
 from clipless.app.models import MODELS, TEXT_MODELS
 from clipless.app.reproduce import experiment, results_page, running
 from clipless.app.reproduce.choosing import read as read_choice
@@ -84,7 +85,9 @@ def folder(small: Configuration, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_every_configuration_can_be_run(name: str) -> None:
     one = configurations()[name]
     assert one.title
-    assert one.data.removesuffix("+scattering") in DATA
+    name, _, features = one.data.partition("+")
+    assert name in DATA
+    assert not features or features in FEATURES
     for version in (one, one.quickly()):
         cells = version.cells()
         assert len({cell.stem for cell in cells}) == len(cells)

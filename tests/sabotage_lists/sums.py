@@ -132,7 +132,7 @@ SABOTAGES = (
     Sabotage(
         "thresholds-by-order-of-arrival",
         "private.py",
-        "self._thresholds[groups] if len(self._thresholds) > 1",
+        "self._thresholds[groups] if self._thresholds.shape[0] > 1",
         "self._thresholds[: len(groups)] if len(self._thresholds) > 1",
         (f"{RELEASES}::test_each_release_where_groups_are_clipped_one_at_a_time",),
     ),

@@ -140,12 +140,12 @@ def build(library: Path) -> Rows | None:
         return None
 
     def squared_lengths(rows: Sequence[Tensor]) -> Tensor | None:
-        count, records = len(rows), len(rows[0])
+        count, records = len(rows), rows[0].shape[0]
         places, widths, numbers = (POINTER * count)(), (COUNT * count)(), 0
         for k, tensor in enumerate(rows):
             if tensor.dtype is not torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
                 return None
-            if len(tensor) != records:
+            if tensor.shape[0] != records:
                 return None
             places[k], widths[k] = tensor.data_ptr(), tensor.shape[1]
             numbers += tensor.numel()
@@ -154,7 +154,7 @@ def build(library: Path) -> Rows | None:
         return found
 
     def add_rows(sums: Sequence[Weighted]) -> bool:
-        count, records, numbers, kept = len(sums), len(sums[0].rows), 0, []
+        count, records, numbers, kept = len(sums), sums[0].rows.shape[0], 0, []
         places = [(POINTER * count)() for _ in range(3)]
         widths, betas = (COUNT * count)(), (COUNT * count)()
         for k, (total, rows, factors, beta) in enumerate(sums):
@@ -162,7 +162,7 @@ def build(library: Path) -> Rows | None:
                 return False
             if rows.dtype is not torch.float32 or not rows.is_cpu or not rows.is_contiguous():
                 return False
-            if rows.shape != (records, len(total)) or factors.shape != (records,):
+            if rows.shape != (records, total.shape[0]) or factors.shape != (records,):
                 return False
             factors = factors.to(torch.float32).contiguous()
             kept.append(factors)

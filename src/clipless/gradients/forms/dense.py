@@ -35,7 +35,7 @@ class Instantiated(NoChoice):
         return sq_norm(self.grads)
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
-        add_rows([Weighted(total.view(-1), self.grads.reshape(len(self.grads), -1), factors, beta)])
+        add_rows([Weighted(total.view(-1), _as_rows(self.grads), factors, beta)])
 
     def per_record(self) -> Tensor:
         return self.grads
@@ -183,7 +183,7 @@ def sq_norms_of(forms: Sequence[Form]) -> tuple[list[int], Tensor]:
 def _read_at_once(written: list[Instantiated], products: list[OuterProducts]) -> list[Tensor]:
     """Squared norms of the forms written out, then of the products, [n,b] each. Norms of gradients that occur in both are
     computed once."""
-    rows = [form.grads.reshape(len(form.grads), -1) for form in written]
+    rows = [_as_rows(form.grads) for form in written]
     places, of_grads = {id(form): k for k, form in enumerate(written)}, []
     for product in products:
         of_grads.append(places.get(id(product.summed), len(rows)))
@@ -204,7 +204,7 @@ def add_all(addends: Iterable[Addend]) -> None:
     products: list[Product] = []
     for form, total, factors, beta in addends:
         if isinstance(form, Instantiated):
-            written.append(Weighted(total.view(-1), form.grads.reshape(len(form.grads), -1), factors, beta))
+            written.append(Weighted(total.view(-1), _as_rows(form.grads), factors, beta))
         elif _is_one_product(form) and form.acts.shape[0] * total.numel() <= MOST:
             products.append(Product(total, form.grads.squeeze(1), form.acts.squeeze(1), factors, beta))
         else:
@@ -228,6 +228,10 @@ def sq_norm(rows: Tensor) -> Tensor:
     if flat.numel() <= FEW:
         return torch.linalg.vector_norm(flat, dim=1, dtype=widest(flat.device)).square()
     return squared_lengths([flat])[0]
+
+
+def _as_rows(grads: Tensor) -> Tensor:
+    return grads if grads.dim() == 2 else grads.reshape(grads.shape[0], -1)
 
 
 def kept(rows: Tensor, mask: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "train_sampling_strategy",
         lambda args: args.train_sampling_strategy != "random",
-        f"{_OWN_SAMPLING}: leave train_sampling_strategy (and group_by_length) out",
+        f"{_OWN_SAMPLING}: leave train_sampling_strategy (and group_by_length) out; a data set sorted by length has "
+        "micro-batches of similar lengths, as a sample keeps its order",
     ),
     (
         "fp16",
