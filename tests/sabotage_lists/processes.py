@@ -4,7 +4,7 @@ from sabotage_lists.one import Sabotage
 
 PRIVATE, STATE, GUARD, RANKS = "private.py", "run_state.py", "stepping.py", "distributed/ranks.py"
 RELEASING, RECORDS = "distributed/releasing.py", "distributed/records.py"
-WRAPPERS = "gradients/capture/wrappers.py"
+WATCH = "gradients/capture/watch.py"
 STEPPING, MISUSE, TESTS = "tests/test_stepping.py", "tests/test_misuse.py", "tests/test_private.py"
 PARALLEL, PROCESSES = "tests/distributed/test_data_parallel.py", "tests/test_processes.py"
 
@@ -53,21 +53,21 @@ SABOTAGES = (
     ),
     Sabotage(
         "a-wrapper-that-make-private-does-not-know",
-        WRAPPERS,
+        WATCH,
         "if ddp is not None and ddp.require_backward_grad_sync:",
         "if False:",
         (f"{PARALLEL}::test_what_the_model_is_wrapped_in_is_refused_by_name",),
     ),
     Sabotage(
         "copies-of-the-model-later",
-        WRAPPERS,
-        "            if found is not None:\n",
-        "            if False:\n",
+        WATCH,
+        "                if found is not None:\n",
+        "                if False:\n",
         (f"{PARALLEL}::test_what_the_model_is_wrapped_in_is_refused_by_name",),
     ),
     Sabotage(
         "freed-parameters-are-read",
-        "gradients/capture/watch.py",
+        WATCH,
         "        if closely and not self._sharded:\n",
         "        if False:\n",
         (f"{PARALLEL}::test_what_the_model_is_wrapped_in_is_refused_by_name",),

@@ -1,5 +1,6 @@
 """Refuses what a batch writes into the model (parameters, buffers, tensors kept as attributes), since it has no noise."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
@@ -7,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from clipless.errors import Misuse, UnsupportedModule
-from clipless.gradients.capture.wrappers import refuse_sharded_later, refuse_wrappers
+from clipless.gradients.capture.wrappers import QUALIFIED, WRAPPERS, paused_too_late, refuse_sharded_later, wrapped_by
 from clipless.gradients.layers.rule import reweighted
-from clipless.torch_internals import SpectralNorm
+from clipless.torch_internals import SpectralNorm, active_wrapper
 
 _VERSION = attrgetter("_version")
 
@@ -159,7 +160,7 @@ class StructureWatch:
 
     def refuse_changes(self) -> None:
         """Raise if they have changed."""
-        refuse_wrappers()
+        self._refuse_wrappers()
         for name, module, contents in self._contents:
             if self._contents_of(module) != contents:
                 refuse_sharded_later(module)
@@ -170,6 +171,19 @@ class StructureWatch:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise became_trainable(name)
+
+    def _refuse_wrappers(self) -> None:
+        """Raise if the model runs inside a wrapper; a DistributedDataParallel that was paused is none."""
+        ddp, frame = active_wrapper(), sys._getframe(1).f_back
+        if ddp is not None and ddp.require_backward_grad_sync:
+            raise paused_too_late()
+        while frame is not None:
+            function = frame.f_code.co_qualname
+            if function in QUALIFIED:
+                found = WRAPPERS.get((str(frame.f_globals.get("__name__")), function))
+                if found is not None:
+                    raise wrapped_by(*found)
+            frame = frame.f_back
 
     def _contents_of(self, module: nn.Module) -> list[object]:
         """Its children and parameters. FSDP2 replaces sharded parameters by other objects while they are gathered, so only

@@ -1,18 +1,14 @@
-"""Refuses wrappers around the model that make_private was not given: they copy, divide or average by themselves."""
-
-import sys
-from types import FrameType
+"""Wrappers around the model that make_private was not given: they copy, divide or average by themselves."""
 
 from torch import nn
 
 from clipless.errors import Misuse
-from clipless.torch_internals import active_wrapper
 
 _FSDP = "FullyShardedDataParallel", "divides parameters and averages gradients by itself"
 # What FullyShardedDataParallel and fully_shard set on every module whose parameters they take over.
 _MARK = "_fsdp_use_orig_params"
 # The functions in which wrappers run the model, by their module: what each is called, and what it does.
-_WRAPPERS = {
+WRAPPERS = {
     ("torch.nn.parallel.data_parallel", "DataParallel.forward"): (
         "DataParallel",
         "runs copies of the model on parts of the batch",
@@ -31,24 +27,7 @@ _WRAPPERS = {
         "averages gradients by itself",
     ),
 }
-_QUALIFIED = {function for _, function in _WRAPPERS}
-
-
-def refuse_wrappers() -> None:
-    """Raise if the model runs inside a wrapper; a DistributedDataParallel that was paused is none."""
-    ddp = active_wrapper()
-    if ddp is not None and ddp.require_backward_grad_sync:
-        raise Misuse(
-            "the model runs in a DistributedDataParallel that make_private was not given, which would average gradients "
-            "by itself: wrap the model first and give make_private the wrapper, or train the model without it."
-        )
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_qualname in _QUALIFIED:
-            found = _WRAPPERS.get((str(frame.f_globals.get("__name__")), frame.f_code.co_qualname))
-            if found is not None:
-                raise wrapped_by(*found)
-        frame = frame.f_back
+QUALIFIED = {function for _, function in WRAPPERS}
 
 
 def refuse_sharded_later(module: nn.Module) -> None:
@@ -60,6 +39,13 @@ def refuse_sharded_later(module: nn.Module) -> None:
             "parameters: call fully_shard first, then build the optimizer and call make_private (docs/distributed.md). "
             "FullyShardedDataParallel is not supported."
         )
+
+
+def paused_too_late() -> Misuse:
+    return Misuse(
+        "the model runs in a DistributedDataParallel that make_private was not given, which would average gradients by "
+        "itself: wrap the model first and give make_private the wrapper, or train the model without it."
+    )
 
 
 def wrapped_by(name: str, does: str) -> Misuse:
