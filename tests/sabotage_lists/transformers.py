@@ -11,8 +11,8 @@ SABOTAGES = (
     Sabotage(
         "transformers-padding-not-masked",
         PADDING,
-        "    if moved > (",
-        "    if moved < 0 * (",
+        "and distance > allowed * length for",
+        "and distance < 0 for",
         (f"{PADDED}::test_padding_that_is_not_masked_is_refused",),
     ),
     Sabotage(
