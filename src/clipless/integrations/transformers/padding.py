@@ -16,8 +16,8 @@ from clipless.errors import InvalidArgument
 from clipless.random_state import random_state_kept
 
 MOST_RECORDS = 32
-# How far two computations of a parameter's gradient may be from each other, relative to it, and how small a part of the whole
-# gradient is not looked at: rounding, in types of 32 bits and of 16.
+# How far two computations of a parameter's gradient may be from each other, relative to it, and how small a part of the
+# whole gradient is not looked at: rounding, in types of 32 bits and of 16.
 TOLERANCE, NEGLIGIBLE = 1e-2, 1e-5
 HALF_TOLERANCE, HALF_NEGLIGIBLE = 0.2, 1e-2
 
