@@ -14,7 +14,18 @@ from torch.utils.data import DataLoader, Dataset
 from clipless import defaults, refusals
 from clipless.clipping import Clipping
 from clipless.closures import Arguments, within_own_step
-from clipless.distributed import Alone, Idle, Ranks, facts, is_sharded, on_every_rank, ranks_of, shards_of, unwrapped
+from clipless.distributed import (
+    Alone,
+    Idle,
+    Ranks,
+    facts,
+    is_sharded,
+    on_every_rank,
+    ranks_of,
+    refuse_other_records,
+    shards_of,
+    unwrapped,
+)
 from clipless.distributed.releasing import released_sums
 from clipless.errors import Misuse
 from clipless.foreign import names_answered
@@ -103,12 +114,13 @@ def make_private(
         if check is not None:
             for phase in plan.phases:
                 refuse_unsound(model, check, phase.clipping, loss_reduction)
-        source = noise_source(noise, seed)
+        source, fetch = noise_source(noise, seed), fetcher(data, settings)
     if ranks.size > 1:
         ranks.refuse_differences(lambda: facts(model, optimizer, plan.to_dict(), seed, allow_overspend=allow_overspend))
         source.load_state_dict(ranks.shared(source.state_dict()))
+        refuse_other_records(ranks, fetch.once, plan.dataset_size)
     ranks = ranks.apart()
-    parts = (model, optimizer, plan, fetcher(data, settings), source, kernels or Kernels())
+    parts = (model, optimizer, plan, fetch, source, kernels or Kernels())
     return on_every_rank(ranks, lambda: Private(*parts, allow_overspend, group, ranks, idle))
 
 

@@ -61,6 +61,11 @@ def refuse_optimizer(optimizer: object, parameters: dict[str, nn.Parameter]) -> 
             f"{type(optimizer).__name__} cannot use a private gradient (it re-evaluates a closure, or wants sparse "
             "gradients, and noise is dense): take SGD, Adam or another optimizer of one dense gradient per step."
         )
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise InvalidArgument(
+            "ZeroRedundancyOptimizer has another optimizer step, which private training does not see: give make_private a "
+            "plain one. To divide its state over the ranks, shard the model by fully_shard (docs/distributed.md)."
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     missing = [name for name, p in parameters.items() if id(p) not in held]
     if missing:

@@ -1,5 +1,6 @@
 """The state of a private run, in memory and on disk: what changes from step to step, how it is saved and resumed."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,7 +10,7 @@ from torch.optim import Optimizer
 
 from clipless import refusals
 from clipless.accounting import Ledger, StepEvent
-from clipless.distributed import Alone, Ranks, one_digest
+from clipless.distributed import Alone, Ranks, one_digest, optimizer_settings
 from clipless.errors import Misuse, RankFailed
 from clipless.noise import NoiseSource
 from clipless.plan import PrivacyPlan
@@ -60,12 +61,15 @@ class SavedRun(RunState):
         return self._journal.place() if self._journal else None
 
     def _digests(self, gradients: Mapping[str, Tensor], statistic: Tensor | None) -> str:
-        """Digests of what this rank releases, and of what must be the same on all ranks even of a sharded model. At steps 1,
-        2, 4, 8 and so on the weights are among it, unless they are sharded: ranks may have changed their own."""
+        """Digests of what this rank releases, and of what must be the same on all ranks even of a sharded model: thresholds,
+        statistic, and settings of the optimizer, such as the learning rate. At steps 1, 2, 4, 8 and so on the weights are
+        among it, unless they are sharded: ranks may have changed their own."""
         shared, step = [] if statistic is None else [statistic], self.ledger.steps + 1
         compared = self._ranks.size > 1 and self._shards is None and step & (step - 1) == 0
         weights = self._model.parameters() if compared else ()
-        return f"{fingerprint([*gradients.values(), *shared])} {fingerprint([self._thresholds, *weights, *shared])}"
+        settings = "".join(optimizer_settings(self._optimizer)) if self._ranks.size > 1 else ""
+        same = fingerprint([self._thresholds, *weights, *shared]) + hashlib.sha256(settings.encode()).hexdigest()[:32]
+        return f"{fingerprint([*gradients.values(), *shared])} {same}"
 
     def _record(self, where: str, event: StepEvent, told: Sequence[str]) -> None:
         """Refuse a release that is not the same on all ranks, and record the event, on disk if there is a ledger file. A

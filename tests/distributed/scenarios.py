@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hurried import hurried
 from open_runs import OPEN, gone_on, left_open
 from shared_run import SIZE, backward, begin, dataset, network, refused, released, steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
-from wrapping import wrapped_later
+from wrapping import averaged, in_buckets, joined, wrapped
 
 import clipless
 from clipless.clipping import CLIPPINGS
@@ -79,7 +80,12 @@ def one_world(group: Any, folder: Path) -> dict[str, Any]:
         "plain again": plain_after(ddp(), group),
         "alone": released(seed=rank, group=False),
         "without a record": [unnoised(without, group) for without in (None, 0, SIZE - 1)],
-        "refused": refusals(rank, group) | wrapped_later(group),
+        "refused": refusals(rank, group),
+        "wrapped": wrapped(group),
+        "averaged": averaged(group),
+        "in buckets": in_buckets(group),
+        "joined": joined(group),
+        "hurried": hurried(rank, group, folder),
         "failures": failures(rank, group),
         "left": left_behind(rank, group, folder),
     }
@@ -145,7 +151,6 @@ def refusals(rank: int, group: Any) -> dict[str, str]:
         "one rank's argument": tried(clipping="abada" if rank else "abadi"),
         "one rank's model": tried(mixing),
         "not a group": tried(group="gloo"),
-        "data parallel": tried(nn.parallel.DataParallel(network())),
         "inside": tried(nn.Sequential(ddp())),
         "static graph": tried(ddp(static_graph=True)),
         "alone and wrapped": tried(ddp(), group=False),

@@ -143,15 +143,9 @@ REFUSED = {
     "clipping": r"the plan's clipping differs",
     "optimizer": r"the optimizer's group 0 differs .*'lr': 0\.1.*'lr': 1\.1",
     "not a group": r"InvalidType: group must be a process group of torch\.distributed",
-    "data parallel": r"wrapped in DataParallel.*the model inside \(model\.module\)",
     "inside": r"module '0' is wrapped in DistributedDataParallel.*wrap the whole model, or nothing",
     "static graph": r"Misuse: DistributedDataParallel with static_graph",
     "alone and wrapped": r"Misuse: .*group=False says that this process trains alone",
-    "wrapped later": r"Misuse: the model runs in a DistributedDataParallel that make_private was not given",
-    "unused parameters": r"Misuse: the model runs in a DistributedDataParallel that make_private was not given",
-    "given what is inside": r"Misuse: the model runs in a DistributedDataParallel that make_private was not given",
-    "alone and wrapped later": r"Misuse: the model runs in a DistributedDataParallel that make_private was not given",
-    "sharded later": r"Misuse: module .* got another child or parameter after make_private",
     "afterwards": r"not refused",
 }
 
@@ -160,6 +154,104 @@ REFUSED = {
 def test_what_differs_is_refused_by_name(said: Any, what: str) -> None:
     for rank in said[2]:
         assert re.search(REFUSED[what], rank["refused"][what]), rank["refused"][what]
+
+
+NOT_GIVEN = r"Misuse: the model runs in a DistributedDataParallel that make_private was not given.*\(0 steps\)"
+COPIES = r"Misuse: the model runs in DataParallel, which runs copies.*fully_shard before make_private.*\(0 steps\)"
+LATER = r"Misuse: the model was put into FullyShardedDataParallel or fully_shard after make_private.*\(0 steps\)"
+OLD = r"Misuse: the model is wrapped in FullyShardedDataParallel.*shard with fully_shard"
+WRAPPED = {
+    "ddp, before": r"not refused",
+    "ddp, unused parameters, before": r"not refused",
+    "data parallel, before": r"wrapped in DataParallel.*the model inside \(model\.module\)",
+    "fsdp1, before": OLD,
+    "fsdp1, original parameters, before": OLD,
+    "fsdp1, not sharded, before": OLD,
+    "fully_shard, before": r"not refused",
+    "fully_shard, copies, before": r"Misuse: parameter '0\.weight' is placed as \(Replicate\(\), Shard",
+    "tensor parallel, before": r"Misuse: parts of the model are sharded or tensor-parallel",
+    "compiled, before": r"UnsupportedModule: .*is compiled by torch\.compile",
+    "ddp, after": NOT_GIVEN,
+    "ddp, unused parameters, after": NOT_GIVEN,
+    "data parallel, after": COPIES,
+    "fsdp1, after": LATER,
+    "fsdp1, original parameters, after": LATER,
+    "fsdp1, not sharded, after": LATER,
+    "fully_shard, after": LATER,
+    "fully_shard, copies, after": LATER,
+    "tensor parallel, after": r"Misuse: module '0' got another child or parameter after make_private.*\(0 steps\)",
+    "compiled, after": r"Misuse: the model is run by torch\.compile.*\(0 steps\)",
+    "ddp, given what is inside": NOT_GIVEN,
+    "ddp, alone and after": NOT_GIVEN,
+    "data parallel, alone and after": COPIES,
+    "fsdp1, after a step": r"Misuse: the model runs in FullyShardedDataParallel.*fully_shard before.*\(6 steps\)",
+    "zero": r"InvalidArgument: ZeroRedundancyOptimizer .* give make_private a plain one.*fully_shard",
+    "local sgd": r"InvalidType: PostLocalSGDOptimizer wraps another optimizer",
+}
+
+
+@pytest.mark.parametrize("what", WRAPPED)
+def test_what_the_model_is_wrapped_in_is_refused_by_name(said: Any, what: str) -> None:
+    """Or it makes no difference; what comes after make_private is refused before anything of it is released."""
+    for rank in said[2]:
+        assert re.search(WRAPPED[what], rank["wrapped"][what]), rank["wrapped"][what]
+        assert rank["wrapped"].keys() == WRAPPED.keys()
+
+
+@pytest.mark.parametrize("what", ["averaged", "in buckets", "joined"])
+def test_what_makes_no_difference(said: Any, what: str) -> None:
+    for rank in said[2]:
+        assert distance(rank[what], released()["weights"]) < 1e-6
+
+
+# People in a hurry.
+
+
+@pytest.mark.parametrize("what", ["other parts", "looks", "looks in a wrapper", "fails", "workers"])
+def test_what_one_rank_does_alone_and_may(said: Any, what: str) -> None:
+    """The run is that of one process."""
+    for rank in said[2]:
+        assert distance(rank["hurried"]["weights"][what], released()["weights"]) < 1e-6
+
+
+HURRIED = {
+    "learns faster": (r"RankFailed: the ranks do not have the same at the release of step 3.*learning rate", 2),
+    "accumulates": (r"Misuse: a new batch was asked for before step\(\)", 0),
+    "saves": (r"RankFailed: the ranks do not do the same: rank 0 is at save_checkpoint, rank 1 is at step 2", 1),
+}
+
+
+@pytest.mark.parametrize("what", HURRIED)
+def test_what_one_rank_does_alone_and_may_not(said: Any, what: str) -> None:
+    pattern, steps_taken = HURRIED[what]
+    for rank in said[2]:
+        refusal, recorded = rank["hurried"][what]
+        assert re.search(pattern, refusal), refusal
+        assert recorded == steps_taken
+
+
+OTHER_RECORDS = r"InvalidArgument: the ranks do not have the same records: record 0 is another one.*with the same seed"
+RECORDS = {
+    "split by each rank": OTHER_RECORDS,
+    "divided": OTHER_RECORDS,
+    "split alike": r"^not refused$",
+    "augmented": r"^not refused$",
+    "not readable": r"^not refused$",
+    "not readable on one": r"^not refused$",
+}
+
+
+@pytest.mark.parametrize("what", RECORDS)
+def test_ranks_have_the_same_records(said: Any, what: str) -> None:
+    """If one record had two numbers, it could be in a batch twice."""
+    for rank in said[2]:
+        assert re.search(RECORDS[what], rank["hurried"]["records"][what]), rank["hurried"]["records"][what]
+
+
+def test_records_that_cannot_be_compared_are_warned_of_once(said: Any) -> None:
+    first, second = (rank["hurried"]["records"]["augmented in its own way"] for rank in said[2])
+    assert re.search(r"^not refused the ranks' records could not be compared", first), first
+    assert second == "not refused"
 
 
 def test_what_one_rank_refuses_no_rank_does(said: Any) -> None:

@@ -154,7 +154,7 @@ def test_a_detached_model_is_reduced_by_fsdp_again(pair: Any) -> None:
 
 
 REFUSED = {
-    "parts": r"Misuse: parts of the model are sharded, and the model itself is not: call fully_shard on blocks",
+    "parts": r"Misuse: parts of the model are sharded or tensor-parallel.*is not sharded: call fully_shard on",
     "ignored": r"Misuse: parameter '0\.weight' is not sharded, and others are",
     "offloaded": r"Misuse: fully_shard with an offload_policy is not supported",
     "alone": r"Misuse: the model is sharded over processes, and group=False says",

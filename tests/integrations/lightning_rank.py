@@ -32,8 +32,7 @@ def main() -> None:
     torch.manual_seed(1)
     path = folder / sys.argv[3] if len(sys.argv) > 3 else None
     torch.save(trained(folder, path), folder / f"{name}.{os.environ['RANK']}.pt")
-    sys.stdout.flush()
-    os._exit(0)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

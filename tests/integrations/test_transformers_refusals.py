@@ -75,6 +75,18 @@ def test_what_this_machine_cannot_set_up_is_refused_all_the_same(
         PrivateTrainer(PROBLEM.make(), arguments, train_dataset=PROBLEM.records, privacy=PRIVACY)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("include_num_input_tokens_seen", "all"), ("skip_memory_metrics", False), ("auto_find_batch_size", True)],
+)
+def test_a_setting_that_is_changed_later_is_refused_as_well(name: str, value: Any, tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    vars(trainer.args)[name] = value
+    with pytest.raises(clipless.InvalidArgument, match=name):
+        trainer.train()
+    assert trainer.private is None
+
+
 def test_privacy_is_a_record_of_it(tmp_path: Path) -> None:
     with pytest.raises(clipless.InvalidType, match=r"clipless\.Privacy"):
         make(tmp_path, privacy={"epsilon": 3.0})

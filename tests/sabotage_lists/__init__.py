@@ -14,6 +14,7 @@ from sabotage_lists import (
     reports,
     sampling,
     sums,
+    transformers,
 )
 from sabotage_lists.one import Sabotage
 
@@ -30,6 +31,7 @@ ROOMS = (
     reports,
     jax,
     lightning,
+    transformers,
     own_data,
 )
 SABOTAGES: tuple[Sabotage, ...] = tuple(sabotage for room in ROOMS for sabotage in room.SABOTAGES)

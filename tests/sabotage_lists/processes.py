@@ -3,7 +3,8 @@
 from sabotage_lists.one import Sabotage
 
 PRIVATE, STATE, GUARD, RANKS = "private.py", "run_state.py", "stepping.py", "distributed/ranks.py"
-RELEASING = "distributed/releasing.py"
+RELEASING, RECORDS = "distributed/releasing.py", "distributed/records.py"
+WATCH = "gradients/capture/watch.py"
 STEPPING, MISUSE, TESTS = "tests/test_stepping.py", "tests/test_misuse.py", "tests/test_private.py"
 PARALLEL, PROCESSES = "tests/distributed/test_data_parallel.py", "tests/test_processes.py"
 
@@ -52,10 +53,59 @@ SABOTAGES = (
     ),
     Sabotage(
         "a-wrapper-that-make-private-does-not-know",
-        "gradients/capture/watch.py",
-        "if wrapper is not None and wrapper.require_backward_grad_sync:",
+        WATCH,
+        "if ddp is not None and ddp.require_backward_grad_sync:",
         "if False:",
-        (f"{PARALLEL}::test_what_differs_is_refused_by_name[wrapped later]",),
+        (f"{PARALLEL}::test_what_the_model_is_wrapped_in_is_refused_by_name",),
+    ),
+    Sabotage(
+        "copies-of-the-model-later",
+        WATCH,
+        "                if found is not None:\n",
+        "                if False:\n",
+        (f"{PARALLEL}::test_what_the_model_is_wrapped_in_is_refused_by_name",),
+    ),
+    Sabotage(
+        "freed-parameters-are-read",
+        WATCH,
+        "        if closely and not self._sharded:\n",
+        "        if False:\n",
+        (f"{PARALLEL}::test_what_the_model_is_wrapped_in_is_refused_by_name",),
+    ),
+    Sabotage(
+        "another-optimizer-inside",
+        "refusals.py",
+        'if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):',
+        "if False:",
+        (f"{PARALLEL}::test_what_the_model_is_wrapped_in_is_refused_by_name",),
+    ),
+    Sabotage(
+        "ranks-may-have-other-records",
+        PRIVATE,
+        "        refuse_other_records(ranks, fetch.once, plan.dataset_size)\n",
+        "",
+        (f"{PARALLEL}::test_ranks_have_the_same_records",),
+    ),
+    Sabotage(
+        "records-changed-at-random-are-refused",
+        RECORDS,
+        "own[place] != MISSING and digest_of(fetch, numbers[place]) == own[place]",
+        "own[place] != MISSING",
+        (f"{PARALLEL}::test_records_that_cannot_be_compared_are_warned_of_once",),
+    ),
+    Sabotage(
+        "random-numbers-of-the-comparison-stay",
+        RECORDS,
+        "        set_random_state(before, ())\n",
+        "        pass\n",
+        ("tests/distributed/test_records.py::test_random_records_are_drawn_from_one_state_which_is_restored",),
+    ),
+    Sabotage(
+        "one-rank-may-learn-faster",
+        "saved_run.py",
+        '"".join(optimizer_settings(self._optimizer)) if self._ranks.size > 1 else ""',
+        '""',
+        (f"{PARALLEL}::test_what_one_rank_does_alone_and_may_not",),
     ),
     Sabotage(
         "budget-without-end",

@@ -1,6 +1,6 @@
 """Several processes that train one private run together, on torch.distributed alone (docs/distributed.md)."""
 
-from clipless.distributed.comparing import facts
+from clipless.distributed.comparing import facts, optimizer_settings
 from clipless.distributed.joining import (
     Idle,
     broadcast_weights,
@@ -11,6 +11,7 @@ from clipless.distributed.joining import (
     unwrapped,
 )
 from clipless.distributed.ranks import Alone, Ranks
+from clipless.distributed.records import refuse_other_records
 from clipless.distributed.releasing import one_digest
 
 __all__ = [
@@ -22,7 +23,9 @@ __all__ = [
     "is_sharded",
     "on_every_rank",
     "one_digest",
+    "optimizer_settings",
     "ranks_of",
+    "refuse_other_records",
     "shards_of",
     "unwrapped",
 ]

@@ -33,9 +33,7 @@ def facts(
     found |= {f"the plan's {name}": _shown(value) for name, value in plan.items()}
     found |= {name: _shown(value) for name, value in settings.items()}
     found["the optimizer"] = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    for number, group in enumerate(optimizer.param_groups):
-        options = {name: value for name, value in group.items() if name != "params" and isinstance(value, PLAIN)}
-        found[f"the optimizer's group {number}"] = f"{len(group['params'])} parameters with {options}"
+    found |= {f"the optimizer's group {number}": own for number, own in enumerate(optimizer_settings(optimizer))}
     state = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
     for kind, tensors in state.items():
         for name, tensor in tensors:
@@ -46,6 +44,15 @@ def facts(
                 found[f"the placement of {kind} {name!r}"] = f"{spec.placements} on {spec.mesh}"
             else:
                 found[f"the content of {kind} {name!r}"] = fingerprint([tensor])
+    return found
+
+
+def optimizer_settings(optimizer: Optimizer) -> list[str]:
+    """The settings of each group of parameters, such as the learning rate."""
+    found = []
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name != "params" and isinstance(value, PLAIN)}
+        found.append(f"{len(group['params'])} parameters with {options}")
     return found
 
 

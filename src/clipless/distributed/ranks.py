@@ -45,7 +45,8 @@ def refuse_different(what: str, values: Sequence[str]) -> None:
     if len(set(values)) > 1:
         raise RankFailed(
             f"the ranks do not have the same at {what}, though they began with the same: nothing was released to the "
-            "optimizer. Look for code or settings that depend on the rank, and resume from a checkpoint."
+            "optimizer. Look for code or settings that depend on the rank, such as a learning rate that one rank has "
+            "changed, and resume from a checkpoint."
         )
 
 

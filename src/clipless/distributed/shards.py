@@ -33,7 +33,7 @@ def refuse_shards(model: nn.Module, group: object) -> None:
             "the model is sharded over processes, and group=False says that this one trains alone: leave group unset."
         )
     if not isinstance(model, FSDPModule):
-        raise Misuse(f"parts of the model are sharded, and the model itself is not: {HOW}")
+        raise Misuse(f"parts of the model are sharded or tensor-parallel, and the model itself is not sharded: {HOW}")
     members = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD)
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):

@@ -1,5 +1,6 @@
 """Refuses what a batch writes into the model (parameters, buffers, tensors kept as attributes), since it has no noise."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from clipless.errors import Misuse, UnsupportedModule
+from clipless.gradients.capture.wrappers import QUALIFIED, WRAPPERS, paused_too_late, refuse_sharded_later, wrapped_by
 from clipless.gradients.layers.rule import reweighted
 from clipless.torch_internals import SpectralNorm, active_wrapper
 
@@ -43,6 +45,9 @@ class StateWatch:
 
     def open(self, closely: bool) -> None:
         """Remember the present state; `closely` includes the contents of all tensors."""
+        if closely and not self._sharded:
+            for _, module in self._modules:
+                refuse_sharded_later(module)
         parameters: dict[str, Tensor] = dict(self._parameters)
         if self._sharded:
             parameters = {name: local_part(parameter) for name, parameter in parameters.items()}
@@ -138,8 +143,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class StructureWatch:
-    """Detects modules and parameters that are added to a model, parameters that become trainable, and a
-    DistributedDataParallel around it that was not paused, after `open`."""
+    """Detects modules and parameters that are added to a model, parameters that become trainable, and wrappers that were put
+    around it, after `open`."""
 
     def __init__(self, model: nn.Module, sharded: bool = False) -> None:
         self._model, self._sharded = model, sharded
@@ -155,8 +160,10 @@ class StructureWatch:
 
     def refuse_changes(self) -> None:
         """Raise if they have changed."""
+        self._refuse_wrappers()
         for name, module, contents in self._contents:
             if self._contents_of(module) != contents:
+                refuse_sharded_later(module)
                 raise Misuse(
                     f"module {name!r} got another child or parameter after make_private, which clipless does not watch: "
                     "build the model first, then call make_private, or detach() and call it again."
@@ -164,12 +171,19 @@ class StructureWatch:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise became_trainable(name)
-        wrapper = active_wrapper()
-        if wrapper is not None and wrapper.require_backward_grad_sync:
-            raise Misuse(
-                "the model runs in a DistributedDataParallel that make_private was not given, which would average gradients "
-                "by itself: wrap the model first and give make_private the wrapper, or train the model without it."
-            )
+
+    def _refuse_wrappers(self) -> None:
+        """Raise if the model runs inside a wrapper; a DistributedDataParallel that was paused is none."""
+        ddp, frame = active_wrapper(), sys._getframe(1).f_back
+        if ddp is not None and ddp.require_backward_grad_sync:
+            raise paused_too_late()
+        while frame is not None:
+            function = frame.f_code.co_qualname
+            if function in QUALIFIED:
+                found = WRAPPERS.get((str(frame.f_globals.get("__name__")), function))
+                if found is not None:
+                    raise wrapped_by(*found)
+            frame = frame.f_back
 
     def _contents_of(self, module: nn.Module) -> list[object]:
         """Its children and parameters. FSDP2 replaces sharded parameters by other objects while they are gathered, so only

@@ -16,6 +16,7 @@ from clipless.errors import InvalidArgument, InvalidType, MissingLibrary, Misuse
 from clipless.gradients import Kernels
 from clipless.integrations.transformers.losses import REMEDY, decoder_inputs, record_losses, split_labels
 from clipless.integrations.transformers.own_loss import refuse_other_loss
+from clipless.integrations.transformers.padding import refuse_unmasked_padding
 from clipless.integrations.transformers.settings import refuse_settings
 from clipless.integrations.transformers.turns import Turn, Turns, loader_of
 from clipless.privacy import Privacy
@@ -30,6 +31,7 @@ _RELIED_ON = (
     "training_step",
     "_get_num_items_in_batch",
     "floating_point_ops",
+    "_track_num_input_tokens",
     "_clip_grad_norm",
     "_get_grad_norm",
     "log",
@@ -92,7 +94,9 @@ class PrivateTrainer(Trainer):
     # Data.
 
     def get_train_dataloader(self) -> "DataLoader[Turn]":
-        """The turns of an epoch: shares of Poisson batches, in micro-batches."""
+        """The turns of an epoch: shares of Poisson batches, in micro-batches. Settings may have changed since the trainer
+        was made, so they are looked at once more."""
+        refuse_settings(self.args)
         if self.train_dataset is None:
             raise InvalidArgument("training requires a train_dataset: give one to PrivateTrainer.")
         self._records = self._record_loader(self.get_total_train_batch_size(self.args))
@@ -134,6 +138,9 @@ class PrivateTrainer(Trainer):
         """Zero in training: the number of tokens drawn is not private."""
         return 0 if isinstance(inputs, Turn) else super().floating_point_ops(inputs)
 
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Nothing: the number of tokens drawn is not private."""
+
     # The run.
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
@@ -149,6 +156,11 @@ class PrivateTrainer(Trainer):
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # the one that Accelerate wraps
         if self.compute_loss_func is None and type(self).compute_record_losses is PrivateTrainer.compute_record_losses:
             refuse_other_loss(self.model, self._records, self._prepare_inputs)
+        refuse_unmasked_padding(
+            self.model,
+            self._records,
+            lambda inputs: self.compute_record_losses(self.model, self._prepare_inputs(inputs)),
+        )
         per_epoch = len(self._turns) // self.args.gradient_accumulation_steps
         whole = self.args.max_steps <= 0 and max_steps % per_epoch == 0
         private = make_private(
