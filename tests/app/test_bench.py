@@ -329,7 +329,7 @@ def test_a_busy_machine_and_an_unfinished_run_are_warned_of() -> None:
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"kind": "clipless bench"}', '{"kind": "other"}'])
 def test_a_foreign_file_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(text)
-    with pytest.raises(InvalidArgument, match="no result of clipless bench"):
+    with pytest.raises(InvalidArgument, match="not a result of clipless bench"):
         results.load(tmp_path / "bench.json")
 
 
