@@ -481,7 +481,7 @@ def test_quick_run_with_memory_shows_a_table(tmp_path: Path, monkeypatch: pytest
         (["--rounds", "0"], "rounds must be at least 1"),
         (["--threads", "0"], "threads must be at least 1"),
         (["--seconds-per-way", "0"], "positive"),
-        (["--from", "nowhere.json"], "no result of clipless bench"),
+        (["--from", "nowhere.json"], "not a result of clipless bench"),
         (["--from", "."], "holds no result of clipless bench"),
         (["--malloc", "of"], "did you mean 'off'"),
     ],
