@@ -329,7 +329,7 @@ def test_a_busy_machine_and_an_unfinished_run_are_warned_of() -> None:
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"kind": "clipless bench"}', '{"kind": "other"}'])
 def test_a_foreign_file_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(text)
-    with pytest.raises(InvalidArgument, match="no result of clipless bench"):
+    with pytest.raises(InvalidArgument, match="not a result of clipless bench"):
         results.load(tmp_path / "bench.json")
 
 
@@ -482,7 +482,7 @@ def test_quick_run_with_memory_shows_a_table(tmp_path: Path, monkeypatch: pytest
         (["--rounds", "0"], "rounds must be at least 1"),
         (["--threads", "0"], "threads must be at least 1"),
         (["--seconds-per-way", "0"], "positive"),
-        (["--from", "nowhere.json"], "no result of clipless bench"),
+        (["--from", "nowhere.json"], "not a result of clipless bench"),
         (["--from", "."], "holds no result of clipless bench"),
         (["--malloc", "of"], "did you mean 'off'"),
     ],
