@@ -47,7 +47,9 @@ def main() -> None:
         "predicted": torch.as_tensor(trainer.predict(hf.texts(6)).predictions),
     }
     torch.save(kept, folder / f"{os.environ['RANK']}.pt")
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
