@@ -20,8 +20,13 @@ PRIVACY = clipless.Privacy(noise_multiplier=1.0, delta=1e-5, accountant="rdp", s
 
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
-    """Accelerate shares its state over a process."""
+    """Accelerate shares its state over a process, with a Trainer that accumulates gradients too."""
+    _reset()
     yield
+    _reset()
+
+
+def _reset() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
