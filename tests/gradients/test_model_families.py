@@ -254,6 +254,7 @@ def test_a_run_finds_no_fault_with_it(name: str, per_record: bool) -> None:
     ("lengths", "checkpointed"),
     [
         ((8, 8, 8, 8, 8), False),
+        ((8, 8, 8, 8, 3), False),
         ((8, 8, 3, 8, 8), False),
         ((8, 8, 8, 8, 8), True),
         ((3, 4, 5, 8, 2), True),

@@ -61,6 +61,7 @@ def test_a_case_that_mixes_its_records_is_not_called_exact() -> None:
 # Batches of 3, 2, 1, 0 and 2 records.
 SEED = 5
 STEPPED = {
+    "Mixtral": "MixtralForCausalLM",
     "Qwen3-MoE": "Qwen3MoeForCausalLM",
     "OPT": "OPTForCausalLM",
     "Swin": "SwinForImageClassification",
