@@ -103,8 +103,8 @@ SABOTAGES = (
     Sabotage(
         "lightning-resumed-from-a-plain-checkpoint",
         CALLBACK,
-        "if trainer.ckpt_path is not None and self._saved is None:",
-        "if False:",
+        "def refuse_plain_checkpoint() -> NoReturn:\n    raise Misuse(",
+        "def refuse_plain_checkpoint() -> NoReturn:\n    str(",
         (
             "tests/integrations/test_lightning_resume.py::test_other_plans_and_plain_checkpoints_are_refused",
             "tests/integrations/test_lightning_resume.py::test_a_run_that_has_ended_leaves_weights_without_keys",
