@@ -110,8 +110,8 @@ def test_a_datasets_dataset_with_other_columns_gives_the_same_run(tmp_path: Path
 
 
 def test_the_batch_is_one_poisson_sample_whatever_its_parts(tmp_path: Path) -> None:
-    """Without dropout the weights do not depend on how the batch is divided, but for rounding. In ten steps some batches have
-    more micro-batches than there are turns."""
+    """Without dropout the weights do not depend on how the batch is divided, but for rounding. In ten steps some batches
+    have more micro-batches than there are turns."""
     problem = hf.Problem(
         lambda: hf.bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), hf.texts(), hf.class_losses
     )
