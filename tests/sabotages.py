@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from sabotage_lists import SABOTAGES
 from sabotage_lists.one import Sabotage
@@ -27,9 +28,11 @@ SOURCES = ROOT / "src" / "clipless"
 # code nothing was tested.
 ENDED = 100
 MOST_SECONDS = 900.0
-# Tests run in processes that are forked from one which has imported what is not ours.
-PROCESSES = get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "scipy.stats", "sklearn.datasets", "dp_accounting", "pytest"])
+# Tests run in processes that are forked from one which has imported what is not ours. A program has only one to fork from,
+# so this is for the script: elsewhere it may have been begun for other purposes.
+PROCESSES: Any = get_context("forkserver" if __name__ == "__main__" else "spawn")
+if __name__ == "__main__":
+    PROCESSES.set_forkserver_preload(["torch", "scipy.stats", "sklearn.datasets", "dp_accounting", "pytest"])
 
 
 def occurrences(sabotage: Sabotage, sources: Path = SOURCES) -> int:

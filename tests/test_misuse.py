@@ -1,7 +1,9 @@
 """What is refused, with which remedy, and that a refusal leaves model, optimizer and ledger as they were."""
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
@@ -704,6 +706,24 @@ def test_another_optimizer_on_the_same_parameters_is_refused(when: str) -> None:
     run.good_step()
     run.private.detach()
     other.step()
+
+
+def test_a_run_may_be_collected_while_the_optimizer_of_another_steps() -> None:
+    """The garbage collector may run while torch goes through the hooks on all optimizers, and must not change them."""
+    forgotten, run = [Run()], Run()
+    guard = weakref.ref(forgotten[0].private._guard)
+
+    def collect(*_: Any) -> None:
+        forgotten.clear()
+        gc.collect()
+
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (collect, lambda *_: None)]
+    try:
+        run.good_step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert guard() is None
 
 
 def clear(hooks: Any) -> None:

@@ -4,7 +4,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from clipless.closures import Arguments, call_closure
 from clipless.errors import Misuse
@@ -49,8 +50,7 @@ class Guard:
         The optimizer is marked, like torch's fused ones, as handling gradient scaling itself, so that GradScaler calls
         `step()`, which refuses it. Without the mark GradScaler would fail earlier, because there are no gradients.
         """
-        everywhere = register_optimizer_step_pre_hook(refuse_other_optimizers(weakref.ref(self._optimizer), parameters))
-        self._unhook = weakref.finalize(self, everywhere.remove)
+        _EVERYWHERE.watch(self)
         self._private = set(map(id, parameters.values()))
         self._frozen = {name: p for name, p in self._model.named_parameters() if id(p) not in self._private}
         clear_gradients(self._optimizer)
@@ -61,9 +61,19 @@ class Guard:
         return self
 
     def remove(self) -> None:
-        self._unhook()
+        _EVERYWHERE.forget(self)
         if self._marked:
             vars(self._optimizer).pop(_AMP_MARK, None)
+
+    def refuse_other(self, optimizer: Optimizer) -> None:
+        """Raise if another optimizer is to step the private parameters."""
+        if optimizer is self._optimizer:
+            return
+        if any(id(p) in self._private for group in optimizer.param_groups for p in group["params"]):
+            raise Misuse(
+                "another optimizer steps the parameters of a private model: step the optimizer given to make_private, or "
+                "detach() and attach the new one."
+            )
 
     def before_batch(self, batch: Drawn, plan: Drawn, first: bool) -> None:
         """Refuse a batch in another process, or one that was not drawn as planned; `first` says that nothing has been
@@ -148,22 +158,30 @@ def refuse_scaler(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
         )
 
 
-def refuse_other_optimizers(
-    own: "weakref.ref[Optimizer]", private: Mapping[str, nn.Parameter]
-) -> Callable[[Optimizer, Any, Any], None]:
-    """Register a hook on all optimizers that refuses a step of these parameters by any but the private one."""
+class AllOptimizers:
+    """One hook on the steps of all optimizers, for the guards there are. It is never removed by the garbage collector, which
+    may run while torch goes through its hooks."""
 
-    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is own():
-            return
-        known = {id(p) for p in private.values()}
-        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
-            raise Misuse(
-                "another optimizer steps the parameters of a private model: step the optimizer given to make_private, or "
-                "detach() and attach the new one."
-            )
+    def __init__(self) -> None:
+        self._guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+        self._handle: RemovableHandle | None = None
 
-    return refuse
+    def watch(self, guard: Guard) -> None:
+        self._guards.add(guard)
+        self._handle = self._handle or register_optimizer_step_pre_hook(self._before_step)
+
+    def forget(self, guard: Guard) -> None:
+        self._guards.discard(guard)
+        if self._handle is not None and not self._guards:
+            self._handle.remove()
+            self._handle = None
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for guard in self._guards:
+            guard.refuse_other(optimizer)
+
+
+_EVERYWHERE = AllOptimizers()
 
 
 class Habits:

@@ -145,8 +145,8 @@ SABOTAGES = (
     Sabotage(
         "other-optimizers-may-step",
         GUARD,
-        "        if any(id(p) in known for group",
-        "        if False and any(id(p) in known for group",
+        "        if any(id(p) in self._private for group",
+        "        if False and any(id(p) in self._private for group",
         (f"{MISUSE}::test_another_optimizer_on_the_same_parameters_is_refused",),
     ),
     Sabotage(
