@@ -3,9 +3,10 @@
 What only a process can show is tested with one: signals, that nothing else is on stdout, the installed script.
 """
 
+import json
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -33,3 +34,30 @@ def run_main(arguments: list[str], cwd: Path, capsys: pytest.CaptureFixture[str]
     for name in {path.stem for path in cwd.glob("*.py")}:
         sys.modules.pop(name, None)
     return Done(int(exited.value.code or 0), *capsys.readouterr())
+
+
+class Shell:
+    """Runs `clipless` in a folder."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._capsys = folder, capsys
+
+    def __call__(self, *arguments: str) -> Done:
+        return run_main(list(arguments), self.folder, self._capsys)
+
+    def good(self, *arguments: str) -> dict[str, Any]:
+        """What it prints as JSON."""
+        done = self(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def bad(self, *arguments: str) -> str:
+        """Why it refuses, in one or two lines."""
+        done = self(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert len(done.stderr.splitlines()) <= 2
+        return done.stderr
+
+    def stored(self, folder: str) -> str:
+        """The configuration that is stored with what it made."""
+        return (self.folder / folder / "config.toml").read_text(encoding="utf-8")

@@ -1,16 +1,14 @@
 """`--config` of the commands besides train: the file of a run is taken, and what a command stores repeats it."""
 
-import json
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import clipless
 from clipless.app.report import read_run
 from clipless.app.report_page.audit import differences, read_audit
-from commanding import Done, run_main
+from commanding import Shell
 
 TABLE = "id,age,paid\n" + "".join(f"{i},{20 + i % 50},{'yes' if i % 2 else 'no'}\n" for i in range(120))
 RUN = """
@@ -27,28 +25,6 @@ accountant = "rdp"
 low = 0
 high = 120
 """
-
-
-class Shell:
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self._capsys = folder, capsys
-
-    def __call__(self, *arguments: str) -> Done:
-        return run_main(list(arguments), self.folder, self._capsys)
-
-    def good(self, *arguments: str) -> dict[str, Any]:
-        done = self(*arguments, "--json")
-        assert done.returncode == 0, done.stderr
-        return dict(json.loads(done.stdout))
-
-    def bad(self, *arguments: str) -> str:
-        done = self(*arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert len(done.stderr.splitlines()) <= 2
-        return done.stderr
-
-    def stored(self, folder: str) -> str:
-        return (self.folder / folder / "config.toml").read_text(encoding="utf-8")
 
 
 @pytest.fixture

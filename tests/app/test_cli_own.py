@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from clipless.app.commands.begin import slug
 from clipless.app.data.own.reading import read
 from clipless.app.toml_text import toml_text
-from commanding import Done, run_main
+from commanding import Shell
 
 JOBS = ("cook", "clerk", "smith")
 HEADER = "id,age,job,born,paid"
@@ -57,24 +57,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "schema.toml").write_text(SCHEMA)
     (tmp_path / "my_code.py").write_text(CODE)
     return tmp_path
-
-
-class Shell:
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self._capsys = folder, capsys
-
-    def __call__(self, *arguments: str) -> Done:
-        return run_main(list(arguments), self.folder, self._capsys)
-
-    def good(self, *arguments: str) -> dict[str, Any]:
-        done = self(*arguments, "--json")
-        assert done.returncode == 0, done.stderr
-        return dict(json.loads(done.stdout))
-
-    def bad(self, *arguments: str) -> str:
-        done = self(*arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        return done.stderr
 
 
 @pytest.fixture
