@@ -309,6 +309,44 @@ def test_what_is_stored_is_shown_without_training(
     assert json.loads((tmp_path / "kept" / "small.json").read_text())["missing_runs"] == 7
 
 
+def test_kept_results_are_not_run_again_and_not_lost(
+    small: Configuration, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One seed of one row is asked for: it is run, and the store has it beside all that it had."""
+    monkeypatch.setattr("clipless.app.reproduce.configuration.configurations", lambda: {"small": small})
+    kept = experiment.results(small, running.finished(small, folder, small.cells()))
+    missing = [run for run in kept["runs"] if run["row"] == "DC-E" and run["settings"]["seed"] == 0]
+    kept["runs"] = [run for run in kept["runs"] if run["row"] != "DC-E"]
+    store = tmp_path / "kept"
+    running.write_record(store / "small.json", kept)
+    trained: list[str] = []
+    run_cell = running.run_cell
+    monkeypatch.setattr(running, "run_cell", lambda cell, *args: (trained.append(cell.stem), run_cell(cell, *args)))
+    asked = [
+        "reproduce",
+        "small",
+        "--seeds",
+        "1",
+        "--row",
+        "DC-E",
+        "--out",
+        str(tmp_path / "out"),
+        "--store",
+        str(store),
+    ]
+    done = CliRunner().invoke(app, [*asked, "--json"])
+    assert done.exit_code == 0, done.output
+    assert trained == [cell.stem for cell in small.cells(1) if cell.row == "DC-E"]
+    now = json.loads((store / "small.json").read_text())
+    key = ("row", "point", "score", "thresholds", "settings", "line")
+    assert sorted(str([run[k] for k in key]) for run in now["runs"]) == sorted(
+        str([run[k] for k in key]) for run in [*kept["runs"], *missing]
+    )
+    assert now["plans"] == kept["plans"]
+    assert [now["machines"][run["machine"]] for run in now["runs"]] == [kept["machines"][0]] * 7
+    assert CliRunner().invoke(app, [*asked, "--row", "DC-F"]).exit_code != 0
+
+
 CHOSEN = """
 title = "A threshold chosen privately"
 source = "no paper"

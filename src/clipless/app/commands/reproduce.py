@@ -31,7 +31,16 @@ def run(name: str | None, asked: ExperimentGroup, *, as_json: bool) -> None:
     with _progress(visible=not as_json) as report:
         result = reproduction.run(
             ReproductionRequest(
-                folder, asked.kind, report, asked.seeds, asked.quick, asked.workers, asked.data_dir, asked.stored
+                folder=folder,
+                kind=asked.kind,
+                on_progress=report,
+                seeds=asked.seeds,
+                quick=asked.quick,
+                workers=asked.workers,
+                data_dir=asked.data_dir,
+                stored=asked.stored,
+                rows=tuple(asked.row or ()),
+                store=asked.store,
             )
         )
     if asked.store is not None and not asked.quick and (folder / "results.json").exists():

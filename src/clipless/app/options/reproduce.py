@@ -33,7 +33,12 @@ class ExperimentGroup:
     stored: Annotated[
         bool, typer.Option("--stored", help="Train nothing: table and figures of the runs that are stored in --out.")
     ] = False
-    store: Annotated[Path | None, typer.Option(help="Folder in which the results are kept as ID.json.")] = None
+    store: Annotated[
+        Path | None, typer.Option(help="Folder in which the results are kept as ID.json; runs in it are not run again.")
+    ] = None
+    row: Annotated[
+        list[str] | None, typer.Option(help="Run only this row of the table; may be given several times.")
+    ] = None
 
 
 @dataclass(frozen=True)

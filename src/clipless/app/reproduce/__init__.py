@@ -15,8 +15,9 @@ from clipless.app.reproduce.result import ReproductionResult
 @dataclass(frozen=True)
 class ReproductionRequest:
     """What is asked for: the folder to write to, the kind of pictures, whom to report progress to, and for experiments the
-    number of seeds (None: the experiment's), whether a quick one is enough, runs at a time, the folder of the data, and
-    whether only what is stored is shown, with nothing trained."""
+    number of seeds (None: the experiment's), whether a quick one is enough, runs at a time, the folder of the data,
+    whether only what is stored is shown, with nothing trained, the rows to run (none: all of them), and the folder of
+    earlier results, whose runs are not run again."""
 
     folder: Path
     kind: str
@@ -26,6 +27,8 @@ class ReproductionRequest:
     workers: int = 1
     data_dir: str | None = None
     stored: bool = False
+    rows: tuple[str, ...] = ()
+    store: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,13 @@ def reproductions() -> dict[str, Reproduction]:
 
 def _experiment(name: str) -> Callable[[ReproductionRequest], ReproductionResult]:
     def run(request: ReproductionRequest) -> ReproductionResult:
-        from clipless.app.reproduce import experiment
+        from clipless.app.reproduce import experiment, running
         from clipless.app.reproduce.configuration import configuration
 
         whole = configuration(name).quickly() if request.quick else configuration(name)
+        kept = None if request.store is None or request.quick else request.store / f"{name}.json"
+        if kept is not None and kept.exists():
+            running.take_over(kept, request.folder, whole.cells(max(request.seeds or 0, whole.seeds)))
         if request.stored:
             return experiment.written(whole, request.folder, request.kind, request.seeds)
         return experiment.run(
@@ -76,6 +82,7 @@ def _experiment(name: str) -> Callable[[ReproductionRequest], ReproductionResult
             seeds=request.seeds,
             workers=request.workers,
             data_dir=request.data_dir,
+            rows=request.rows,
         )
 
     return run

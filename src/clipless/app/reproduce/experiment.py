@@ -1,6 +1,5 @@
 """`clipless reproduce ID`: run an experiment's grid, and write its results, table and figures into a folder."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,11 +30,13 @@ def run(
     seeds: int | None = None,
     workers: int = 1,
     data_dir: str | None = None,
+    rows: Sequence[str] = (),
 ) -> ReproductionResult:
-    """Run what is not stored yet, then write `results.json`, `table.md` and the figures."""
+    """Run what is not stored yet, then write `results.json`, `table.md` and the figures of everything that is stored, also
+    of seeds and rows that were not asked for now."""
     figure()  # or raises: nothing is trained without matplotlib
-    run_grid(experiment, folder, on_progress, seeds=seeds, workers=workers, data_dir=data_dir)
-    return written(experiment, folder, kind, seeds)
+    run_grid(experiment, folder, on_progress, seeds=seeds, workers=workers, data_dir=data_dir, rows=rows)
+    return written(experiment, folder, kind, max(seeds or 0, experiment.seeds))
 
 
 def written(experiment: Configuration, folder: Path, kind: str, seeds: int | None = None) -> ReproductionResult:
@@ -77,18 +78,24 @@ def picture_names(experiment: Configuration, records: Sequence[Mapping[str, Any]
 def results(experiment: Configuration, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Everything about an experiment's runs as plain data. What runs of one line share is in it once."""
     plans: dict[str, Any] = {}
+    machines: list[dict[str, Any]] = []
     runs = []
     for record in records:
+        machine = _still(record["machine"])
+        if machine not in machines:
+            machines.append(machine)
         key = ", ".join([record["row"], *(f"{k} {v}" for k, v in record["point"].items())])
         plans.setdefault(key, record["plan"])
-        runs.append({name: value for name, value in record.items() if name not in ("plan", "machine")} | {"line": key})
-    machines = {json.dumps(_still(record["machine"]), sort_keys=True) for record in records}
+        runs.append(
+            {name: value for name, value in record.items() if name != "plan"}
+            | {"line": key, "machine": machines.index(machine)}
+        )
     described = asdict(experiment)
     return {
         "id": experiment.id,
         "configuration": described,
         "missing_runs": len(experiment.cells()) - len(records),
-        "machines": [json.loads(machine) for machine in sorted(machines)],
+        "machines": machines,
         "plans": plans,
         "runs": runs,
     }

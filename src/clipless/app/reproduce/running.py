@@ -20,6 +20,7 @@ from clipless.app.reproduce import measures
 from clipless.app.reproduce.configuration import Configuration, GridRun
 from clipless.app.training import Result, Saving, TrainingSettings, train
 from clipless.app.tuning.pools import InProcess, Pool, Processes
+from clipless.arguments import named
 from clipless.errors import CliplessError
 from clipless.runs.durable_files import replace_file
 
@@ -35,13 +36,16 @@ def run_grid(
     seeds: int | None = None,
     workers: int = 1,
     data_dir: str | None = None,
+    rows: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """The records of all runs, those that were stored and those that are run now, in the order of the grid.
 
     With several workers each run has a process and one thread. A run that fails stops the experiment; those that ended
-    before stay stored.
+    before stay stored. `rows` are the only ones to run, if given.
     """
-    cells = experiment.cells(seeds)
+    for row in rows:
+        named("row", row, {each.name: each for each in experiment.rows})
+    cells = [cell for cell in experiment.cells(seeds) if not rows or cell.row in rows]
     waiting = [cell for cell in cells if stored(folder, cell) is None]
     data_sets.load(experiment.data, data_dir)  # refused here, with its remedy, and not in a worker
     total, done = sum(map(_work, cells)), sum(_work(cell) for cell in cells if cell not in waiting)
@@ -87,14 +91,36 @@ def unfinished(folder: Path, cell: GridRun) -> Path:
 def stored(folder: Path, cell: GridRun) -> dict[str, Any] | None:
     """The record of a run that ended earlier with the same settings; None if there is none."""
     path = folder / RUNS / f"{cell.stem}.json"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except ValueError as error:
-        raise DamagedRecord(f"{path} is not JSON ({error}): remove it, and the run is repeated.") from error
+    record = read_json(path)
     settings = asdict(TrainingSettings()) | (record.get("settings") or {})  # a setting added later had its default
     return record if settings == asdict(cell.settings) else None
+
+
+def take_over(results: Path, folder: Path, cells: Sequence[GridRun]) -> None:
+    """Store the runs of a `results.json` in a folder where they are missing, so that they are not run again. Runs of other
+    settings than the experiment has now are left out."""
+    content = read_json(results)
+    kept = {
+        (run["row"], str(run["point"]), str(run.get("candidate", {})), run["settings"]["seed"]): run
+        for run in content["runs"]
+    }
+    for cell in cells:
+        run = kept.get((cell.row, str(dict(cell.point)), str(dict(cell.candidate)), cell.settings.seed))
+        path = folder / RUNS / f"{cell.stem}.json"
+        if run is not None and not path.exists():
+            whole = {key: value for key, value in run.items() if key != "line"}
+            machine = content["machines"][run.get("machine", 0)]
+            write_record(path, whole | {"plan": content["plans"][run["line"]], "machine": machine})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a file that an experiment wrote."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise DamagedRecord(f"{path} is not JSON ({error}): remove it, and what it held is run again.") from error
 
 
 class DamagedRecord(CliplessError, ValueError):
