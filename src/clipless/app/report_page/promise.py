@@ -56,14 +56,7 @@ def promise(reading: RunReport, spent: Spent) -> dict[str, list[Sentence]]:
     """The promise of a private run in paragraphs, each under its question."""
     return {
         "Who is protected?": [_protected(reading)],
-        "Against whom?": [
-            [
-                MarkedText(
-                    "Anyone who sees the final model, all models in between and everything the run released, who may know "
-                    "all other records and may have any computing power. What they compute from it later is covered too."
-                )
-            ]
-        ],
+        "Against whom?": [_attacker(reading)],
         "What is promised?": [_promised(reading, spent)],
         "How is it kept?": _kept(reading),
         "What does that mean for one person?": _meaning(spent),
@@ -89,6 +82,23 @@ def _protected(reading: RunReport) -> Sentence:
             ". A record is one row of the data. A person with several rows is protected less: with k rows, epsilon is k "
             "times as large, and delta grows even faster."
         ),
+    ]
+
+
+def _attacker(reading: RunReport) -> Sentence:
+    noise = {
+        "secure": " The noise is computed with AES-256: to remove it, one would have to break that cipher, or to obtain a "
+        "key of this run.",
+        "seeded": " To remove the noise, it is enough to know its seed.",
+        "device": " On a GPU the noise comes from torch's generator, which is not cryptographic: whoever predicts its "
+        "numbers can remove it.",
+    }
+    return [
+        MarkedText(
+            "Anyone who sees the final model, all models in between and everything the run released, and who may know all "
+            "other records. What they compute from it later is covered too."
+            + noise.get(reading.plan.get("noise", ""), "")
+        )
     ]
 
 
@@ -130,11 +140,12 @@ def _kept(reading: RunReport) -> list[Sentence]:
         if statistic
         else f"the sum of all is released with Gaussian noise of {plan['noise_multiplier']:.4g} times that bound"
     )
+    estimated = ", which is estimated, and epsilon accounts for the error" if "projections" in plan else ""
     return [
         [
             MarkedText(
-                f"In each of {plan['steps']:,} steps a batch is drawn, {drawn}. The gradient of each record is scaled "
-                f"to a bounded length; {released}. Nothing else of the batch is shown."
+                f"In each of {plan['steps']:,} planned steps a batch is drawn, {drawn}. The gradient of each record is "
+                f"scaled to a bounded length{estimated}; {released}. Nothing else of the batch is shown."
             )
         ]
     ]
@@ -148,8 +159,8 @@ def _meaning(spent: Spent) -> list[Sentence]:
     return [
         [
             MarkedText(
-                f"Something that would happen to them with a chance of {percent_up(EXAMPLE)} had their record been left "
-                f"out, happens with a chance of at most {worst} now that it was used."
+                f"Something that would happen to them through this model with a chance of {percent_up(EXAMPLE)} had their "
+                f"record been left out, happens with a chance of at most {worst} now that it was used."
             )
         ],
         [
