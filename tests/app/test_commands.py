@@ -49,6 +49,7 @@ WRONG: dict[str, list[tuple[list[str], str]]] = {
         (["--data", "digit"], "unknown data set 'digit': did you mean 'digits'?"),
         (["--model", "liner"], "unknown model 'liner': did you mean 'linear'?"),
         (["--clipping", "atuo-s"], "unknown clipping 'atuo-s': did you mean 'auto-s'?"),
+        (["--clipping", "auto"], "unknown clipping 'auto': did you mean 'auto-s'?"),
         (["--clipping", "dc-p(percentil=0.3)"], "unknown parameter of dc-p 'percentil': did you mean 'percentile'?"),
         (["--optimizer", "adm"], "unknown optimizer 'adm': did you mean 'adam'?"),
         (["--accountant", "plt"], "unknown accountant 'plt': did you mean 'pld'?"),
