@@ -23,7 +23,7 @@ from clipless.errors import CliplessError, DamagedFile, RankFailed
 
 EXIT_CODES = {
     0: "done",
-    1: "check found a model unsound, audit refuted a claim, a way of clipless failed in bench, or an unexpected error",
+    1: "check found a model unsound, audit refuted a claim, an engine of clipless failed in bench, or an unexpected error",
     2: "an argument or a data set was refused",
     3: "the last line of a ledger is torn, and shown as one more step",
     4: "a ledger, checkpoint or run is damaged or was edited, and nothing of it is shown",
