@@ -72,12 +72,12 @@ def make_private(
     """Make an ordinary training loop differentially private: `optimizer.step()` then releases noised gradients only.
 
     Give `epsilon` or `noise_multiplier`, `epochs` or `steps`, and the expected `batch_size`; without `delta` it is N**-1.1.
-    Train on `private.loader`. Model and optimizer are not wrapped; they get hooks, which `detach()` removes. `clipping` is a
-    name, an object such as `clipless.auto_s()`, or a `clipless.schedule`. If anything is refused, nothing has been changed.
-
-    Noise is secure, or, with a `seed`, repeatable; the seed must then stay secret (docs/noise.md). `check=(loss_fn, batch)`
-    runs `clipless.check` first, which raises `Unsound` for a model or loss that mixes records. `kernels` bounds memory,
-    `group` is for several processes (docs/distributed.md), `gradients="jl"` estimates norms (docs/projections.md), and
+    Train on `private.loader`, and give `private.backward` one loss per record, or call `backward()` on their mean, or on
+    their sum with `loss_reduction="sum"`. A step beyond the plan is refused unless `allow_overspend=True`. `clipping` is a
+    name, an object such as `clipless.auto_s()`, or a `clipless.schedule`. Model and optimizer get hooks, which `detach()`
+    removes. If anything is refused, nothing has been changed. Noise is secure, or, with a `seed`, repeatable; the seed must
+    then stay secret (docs/noise.md). `check=(loss_fn, batch)` runs `clipless.check` first. `kernels` bounds memory, `group`
+    is for several processes (docs/distributed.md), `gradients="jl"` estimates norms (docs/projections.md), and
     `unit_gradients=True` divides the gradient by the step's threshold (docs/clipping.md).
 
     >>> model = nn.Linear(2, 1)
