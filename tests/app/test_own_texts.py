@@ -1,5 +1,6 @@
 """Columns of text: words by a fixed hash, each row by itself, alone as tokens or beside other columns as counts."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,14 @@ def test_a_text_is_encoded_by_itself_whatever_it_holds(
 def test_the_same_text_written_otherwise_is_the_same() -> None:
     assert words("Caf\u00e9") == words("cafe\u0301")
     assert words("a\r\nb\tc") == ["a", "b", "c"]
+
+
+def test_a_text_may_be_long(tmp_path: Path) -> None:
+    """Longer than what Python's csv takes by default, and over several lines, as spreadsheets write it."""
+    long = "good\r\n" * 40_000
+    data = load(reviews(tmp_path, f'1,"{long}",1'), own=OwnData(**LIKED, columns=TEXT))
+    assert len(data.train) + len(data.test) == 61
+    assert csv.field_size_limit() == 131_072
 
 
 def test_counts_stand_beside_numbers(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def advice(found: Sequence[Compared]) -> str:
             f"Take {best.clipping}: its {best.metric.replace('_', ' ')} is the best, beyond the spread of these runs."
         )
     taken = next((one for one in (best, *equal) if one.clipping == defaults.CLIPPING), best)
-    rest = ", ".join(one.clipping for one in (best, *equal) if one is not taken)
+    rest = " or ".join(one.clipping for one in (best, *equal) if one is not taken)
     why = "it has no threshold to set" if taken.clipping == defaults.CLIPPING else "its mean is the best"
     leading = "" if taken is best else f" The best mean is that of {best.clipping}: more seeds may decide."
     return f"Take {taken.clipping}: these runs do not tell it from {rest}, and {why}.{leading}"

@@ -115,7 +115,9 @@ def _task(table: Table, stated: OwnData, rules: Mapping[str, ColumnRule]) -> str
     target, given = rules[stated.target[0]], stated.stated_task()
     listed = stated.classes is not None or isinstance(target, CategoryColumn)
     if stated.classes is not None and (len(stated.target) > 1 or given not in (None, "classes")):
-        raise InvalidArgument("--classes is for one target that has classes: leave it out, or the other targets.")
+        raise InvalidArgument(
+            "--classes is for one target that has classes: leave out --classes, or --task and the other targets."
+        )
     task = given or ("labels" if len(stated.target) > 1 else "classes" if listed else "numbers")
     if task == "classes" and len(stated.target) > 1:
         raise InvalidArgument("several targets are labels or numbers: give --task labels or regression, or one target.")
