@@ -289,7 +289,16 @@ def test_the_audit_beside_a_run_is_shown_if_it_is_about_it(runs: Path, command: 
     assert command("auto", "--html", "page.html").returncode == 4
 
 
-def test_a_search_has_a_page(runs: Path, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("grid", "By training each of 2 candidates with noise"),
+        ("papernot-steinke", "Epsilon covers the released run alone: the other runs, how many there were"),
+    ],
+)
+def test_a_search_has_a_page(
+    runs: Path, command: Any, capsys: pytest.CaptureFixture[str], method: str, words: str
+) -> None:
     tune = [
         "tune",
         "--try",
@@ -299,14 +308,15 @@ def test_a_search_has_a_page(runs: Path, command: Any, capsys: pytest.CaptureFix
         "--epochs",
         "1",
         "--method",
-        "grid",
+        method,
         "--out",
         "t",
         "--json",
     ]
     assert run_main(tune, runs, capsys).returncode == 0
-    page = page_of(runs, command("t", "auto", "--html", "page.html"))
-    assert "a grid of 2 candidates" in page.all("body")[0]["text"]
+    text = page_of(runs, command("t", "auto", "--html", "page.html")).all("body")[0]["text"]
+    assert words in text
+    assert ("but nothing of the other runs of the search" in text) == (method != "grid")
 
 
 def test_the_same_runs_give_the_same_page(runs: Path, command: Any) -> None:

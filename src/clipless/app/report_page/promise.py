@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from clipless.accounting import Spent, StepEvent
+from clipless.accounting.selection import METHODS
 from clipless.app.report import RunReport
 from clipless.app.report_page.values import PUBLIC, SIZE, MarkedText, percent_up
 from clipless.rounding import rounded_up
@@ -93,11 +94,14 @@ def _attacker(reading: RunReport) -> Sentence:
         "device": " On a GPU the noise comes from torch's generator, which is not cryptographic: whoever predicts its "
         "numbers can remove it.",
     }
+    plan = reading.plan
+    alone = "tuning" in plan and not METHODS[plan["tuning"]["method"]].releases_all
+    limit = ", but nothing of the other runs of the search" if alone else ""
     return [
         MarkedText(
-            "Anyone who sees the final model, all models in between and everything the run released, and who may know all "
-            "other records. What they compute from it later is covered too."
-            + noise.get(reading.plan.get("noise", ""), "")
+            f"Anyone who sees the final model, all models in between and everything the run released{limit}, and who may "
+            "know all other records. What they compute from it later is covered too."
+            + noise.get(plan.get("noise", ""), "")
         )
     ]
 
@@ -120,15 +124,7 @@ def _promised(reading: RunReport, spent: Spent) -> Sentence:
 def _kept(reading: RunReport) -> list[Sentence]:
     plan: dict[str, Any] = reading.plan
     if "tuning" in plan:
-        search = plan["tuning"]
-        count = len(search["candidates"])
-        return [
-            [
-                MarkedText(
-                    f"By training a grid of {count} candidates, released by {search['method']}; one price covers all."
-                )
-            ]
-        ]
+        return [_searched(plan["tuning"])]
     rate, batch = percent_up(plan["sample_rate"]), plan["expected_batch"]
     poisson = f"each record independently with probability {rate} ({batch:,} records expected)"
     drawn = poisson if plan["sampling"] == "poisson" else f"by {plan['sampling']} sampling, {batch:,} records expected"
@@ -148,6 +144,21 @@ def _kept(reading: RunReport) -> list[Sentence]:
                 f"scaled to a bounded length{estimated}; {released}. Nothing else of the batch is shown."
             )
         ]
+    ]
+
+
+def _searched(search: dict[str, Any]) -> Sentence:
+    """How a search keeps the promise, and for which of its runs."""
+    count, method = len(search["candidates"]), search["method"]
+    if METHODS[method].releases_all:
+        how = f"By training each of {count} candidates with noise, and choosing one by its score on the test records. "
+        return [MarkedText(how + "Epsilon covers all of these runs.")]
+    return [
+        MarkedText(
+            f"By training candidates drawn at random from {count}, with noise, and releasing the best by its score on the "
+            f"test records ({method}). Epsilon covers the released run alone: the other runs, how many there were and how "
+            "long the search took are not for others to see."
+        )
     ]
 
 
