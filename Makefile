@@ -87,6 +87,7 @@ screenshots: $(VENV)/.test
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "open site/index.html; searching needs a server:  $(BIN)/python -m http.server -d site"
 
 package-check:
 	$(PYTHON) tests/package_check.py

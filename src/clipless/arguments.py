@@ -81,15 +81,20 @@ def named(kind: str, name: object, registry: Mapping[str, Value]) -> Value:
 
 
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> InvalidArgument:
-    """The error for a name that is not in a registry, with the nearest one that is.
+    """The error for a name that is not in a registry, with the nearest one that is; of equally near ones the first.
 
     >>> str(unknown_name("accountant", "pdl", ["pld", "rdp", "gdp"]))
     "unknown accountant 'pdl': did you mean 'pld'? Valid: 'pld', 'rdp', 'gdp'."
     """
     names = list(valid)
-    near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(str(name).lower(), names, n=len(names) or 1, cutoff=0.4)
+    near = sorted(close, key=lambda one: (-_likeness(one, str(name).lower()), names.index(one)))
     hint = f"did you mean {near[0]!r}? " if near else ""
     return InvalidArgument(f"unknown {kind} {name!r}: {hint}Valid: {', '.join(map(repr, names))}.")
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def target_epsilon(value: object) -> float:

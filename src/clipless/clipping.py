@@ -128,7 +128,11 @@ class Clipping:
 def abadi(
     threshold: float | Sequence[float] = defaults.THRESHOLD, groups: Groups = "flat", allocation: str = "uniform"
 ) -> Clipping:
-    """Classic DP-SGD clipping, min(1, R/norm). A single threshold is divided as R/√G over G groups."""
+    """Classic DP-SGD clipping, min(1, R/norm). A single threshold is divided as R/√G over G groups.
+
+    >>> abadi().rule(torch.tensor([[0.5, 4.0]]), torch.tensor([[2.0]]))
+    tensor([[1.0000, 0.5000]])
+    """
     return Clipping("abadi", Abadi(), Constant(threshold), groups, allocation)
 
 
@@ -198,7 +202,10 @@ def dc_p(
     groups: Groups = "flat",
     allocation: str = "uniform",
 ) -> Clipping:
-    """DC-SGD-P: the threshold is a percentile of the norms, from a private histogram that is paid for in each step."""
+    """DC-SGD-P: the threshold is a percentile of the norms, from a private histogram that is paid for in each step.
+
+    The histogram has `bins` bins and noise of `histogram_multiplier`; None chooses it by the step's (docs/clipping.md).
+    `start` is the first threshold: too low costs little, far too high ruins the model."""
     policy = DCP(bins, start, histogram_multiplier, percentile)
     return Clipping("dc-p", as_rule(rule), policy, groups, allocation)
 
@@ -211,7 +218,8 @@ def dc_e(
     groups: Groups = "flat",
     allocation: str = "uniform",
 ) -> Clipping:
-    """DC-SGD-E: the threshold of least expected error, from a private histogram. Nothing to set."""
+    """DC-SGD-E: the threshold of least expected error, from a private histogram. Nothing to set; the arguments are those of
+    `dc_p`."""
     return Clipping("dc-e", as_rule(rule), DCE(bins, start, histogram_multiplier), groups, allocation)
 
 
@@ -224,7 +232,8 @@ def quantile(
     groups: Groups = "flat",
     allocation: str = "uniform",
 ) -> Clipping:
-    """Andrew et al.: the threshold follows a quantile of the norms in small steps."""
+    """Andrew et al.: the threshold follows a quantile of the norms in small steps, larger ones with a larger `rate`. Each
+    step releases how many are below it, with noise of `count_stddev`; None is a twentieth of the expected batch or more."""
     return Clipping("quantile", as_rule(rule), Quantile(percentile, rate, start, count_stddev), groups, allocation)
 
 
@@ -236,7 +245,8 @@ def decay(
     groups: Groups = "flat",
     allocation: str = "uniform",
 ) -> Clipping:
-    """Du et al.: the threshold and, with `noise_rho` below 1, the noise multiplier shrink by a fixed schedule."""
+    """Du et al.: by the end of the run the threshold shrinks to `rho` times `start`, and the noise multiplier to `noise_rho`
+    times that of the first step. Nothing is released for it."""
     return Clipping("decay", as_rule(rule), Decay(start, rho, noise_rho), groups, allocation)
 
 

@@ -83,6 +83,15 @@ def sgld(
     per record; the prior is normal. `temperature` is "posterior" (τ = 1), "paper-tempered" (τ = N/2, as GLOBAL's listing
     has it) or a number. After the share `burn_in` of the steps every `thinning`-th weights are kept. Thresholds must be
     constant; any rule and partition will do. See docs/langevin.md.
+
+    >>> import torch
+    >>> model = nn.Linear(2, 1)
+    >>> sampler = sgld(model, list(torch.randn(64, 2)), step_size=0.01, batch_size=16, steps=4, burn_in=0.5, thinning=1)
+    >>> for x in sampler.loader:
+    ...     sampler.backward(model(x)[:, 0].square() / 2)
+    ...     sampler.step()
+    >>> len(sampler.samples)
+    2
     """
     if is_sharded(model):
         raise InvalidArgument(

@@ -71,17 +71,23 @@ def make_private(
 ) -> "Private":
     """Make an ordinary training loop differentially private: `optimizer.step()` then releases noised gradients only.
 
-    Give `epsilon` or `noise_multiplier`, `epochs` or `steps`, and the expected `batch_size`; without `delta` it is
-    N**-1.1. Train on `private.loader`. Model and optimizer are not wrapped; they get hooks, which `detach()` removes.
-    `check=(loss_fn, batch)` runs `clipless.check` first, which raises `Unsound` for a model or loss that mixes records.
-    `kernels=clipless.Kernels(memory_cap=...)` bounds the memory that private training takes beyond plain training.
-    Noise is secure, or, with a `seed`, repeatable; the seed must then stay secret (docs/noise.md).
-    Several processes train one run together if torch.distributed is initialised, or in the `group` given
-    (docs/distributed.md); `group=False` says that this process trains alone, even under torchrun.
-    `clipping=` takes a name, an object such as `clipless.auto_s()`, or a `clipless.schedule` of them.
-    `gradients="jl"` estimates norms by random `projections` in forward mode (docs/projections.md).
-    `unit_gradients=True` divides the gradient by the step's threshold (docs/clipping.md): one learning rate fits all.
-    If anything is refused, nothing has been changed.
+    Give `epsilon` or `noise_multiplier`, `epochs` or `steps`, and the expected `batch_size`; without `delta` it is N**-1.1.
+    Train on `private.loader`, and give `private.backward` one loss per record, or call `backward()` on their mean, or on
+    their sum with `loss_reduction="sum"`. A step beyond the plan is refused unless `allow_overspend=True`. `clipping` is a
+    name, an object such as `clipless.auto_s()`, or a `clipless.schedule`. Model and optimizer get hooks, which `detach()`
+    removes. If anything is refused, nothing has been changed. Noise is secure, or, with a `seed`, repeatable; the seed must
+    then stay secret (docs/noise.md). `check=(loss_fn, batch)` runs `clipless.check` first. `kernels` bounds memory, `group`
+    is for several processes (docs/distributed.md), `gradients="jl"` estimates norms (docs/projections.md), and
+    `unit_gradients=True` divides the gradient by the step's threshold (docs/clipping.md).
+
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> private = make_private(model, optimizer, list(torch.randn(64, 2)), epsilon=3.0, batch_size=16, epochs=1)
+    >>> for x in private.loader:
+    ...     private.backward(model(x)[:, 0].square())  # one loss per record
+    ...     optimizer.step()
+    >>> private.spent().epsilon <= 3.0
+    True
     """
     ranks = ranks_of(group)
     with ranks.together("make_private"):

@@ -42,7 +42,7 @@ def test_table_figure_advice_and_price(tmp_path: Path, command: Any, monkeypatch
     for words in (
         "this may differ",
         "the 4 private runs together cost epsilon",
-        "2 run(s) had no privacy",
+        "2 runs had no privacy",
         "test records",
     ):
         assert words in done.stderr
@@ -130,4 +130,4 @@ def test_runs_that_diverged_are_not_taken_and_can_be_stored() -> None:
 def test_an_epsilon_is_rounded_up_and_runs_without_privacy_are_named() -> None:
     text = " ".join(price_text(ComparisonPrice(runs=6, epsilon=9.00001, delta=1e-5, plain_runs=3, seeded=False)))
     assert "epsilon 9.001 at delta 1e-05" in text
-    assert "3 run(s) had no privacy" in text
+    assert "3 runs had no privacy" in text

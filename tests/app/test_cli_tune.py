@@ -14,6 +14,7 @@ import children
 from clipless.accounting.selection import METHODS
 from clipless.app.cli import app
 from clipless.runs.ledger_file import read_ledger
+from commanding import run_main
 
 QUICK = ["tune", "--model", "linear", "--epochs", "1", "--batch-size", "256", "--epsilon", "6", "--try", "lr=0.001,0.5"]
 ENVIRONMENT = {"COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
@@ -100,6 +101,20 @@ def test_a_dry_run_shows_the_price_and_spends_nothing(tmp_path: Path, monkeypatc
     assert answer["method"] == min(noise, key=lambda name: noise[name])
     assert all(5.94 <= figures["epsilon"] <= 6 for figures in answer["prices"].values())
     assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_says_what_stays_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("clipless.app.tuning.worker.train", interrupted)
+    done = run_main([*QUICK, "--method", "grid", "--accountant", "rdp", "--out", "out"], tmp_path, capsys)
+    assert done.returncode == 130
+    assert "nothing is released" in done.stderr
+    assert "what it spent stays spent: out/ledger.jsonl." in done.stderr
+    assert read_ledger(tmp_path / "out" / "ledger.jsonl").entries
 
 
 def test_a_grid_file_without_a_list_is_refused(tmp_path: Path) -> None:

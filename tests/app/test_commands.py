@@ -1,5 +1,6 @@
 """Every command of the registry: its help, a right use, wrong ones, and what they print. A new command is added here."""
 
+import errno
 import json
 import os
 import re
@@ -9,12 +10,22 @@ import pytest
 from typer.testing import CliRunner
 
 from clipless.app.cli import COMMANDS, EXIT_CODES, app
+from clipless.app.terminal import output
 from commanding import Done, run_main
 
 TABLE = "age,job,paid\n" + "".join(f"{20 + i},{'cook' if i % 3 else 'clerk'},{i % 2}\n" for i in range(40))
 QUICK = ["--model", "linear", "--epochs", "1", "--batch-size", "256", "--accountant", "rdp"]
 BENCH = ["--models", "tabular", "--quick", "--rounds", "1", "--no-memory", "--no-opacus", "--scaling", "none"]
 BENCH += ["--clippings", "auto-s", "--warm-up", "1"]
+
+MINE = """
+import torch
+def scalar(shape, classes):
+    return torch.nn.Sequential(torch.nn.Linear(*shape, 1), torch.nn.Flatten(0))
+def numbers():
+    part = (torch.randn(300, 2), torch.randn(300, 1))
+    return {"train": part, "test": part, "task": "regression"}
+"""
 
 # A right use, and what it prints on stdout.
 RIGHT: dict[str, tuple[list[str], str]] = {
@@ -38,12 +49,25 @@ WRONG: dict[str, list[tuple[list[str], str]]] = {
         (["--data", "digit"], "unknown data set 'digit': did you mean 'digits'?"),
         (["--model", "liner"], "unknown model 'liner': did you mean 'linear'?"),
         (["--clipping", "atuo-s"], "unknown clipping 'atuo-s': did you mean 'auto-s'?"),
+        (["--clipping", "auto"], "unknown clipping 'auto': did you mean 'auto-s'?"),
         (["--clipping", "dc-p(percentil=0.3)"], "unknown parameter of dc-p 'percentil': did you mean 'percentile'?"),
         (["--optimizer", "adm"], "unknown optimizer 'adm': did you mean 'adam'?"),
         (["--accountant", "plt"], "unknown accountant 'plt': did you mean 'pld'?"),
         (["--data", "table.csv"], "Give --target, one of: age, job, paid."),
         (["--data", "table.csv", "--target", "pay"], "did you mean 'paid'?"),
         (["--config", "none.toml"], "cannot read the configuration none.toml"),
+        (["--config", "."], "cannot read the configuration ."),
+        (["--epsilon", "-1"], "epsilon must be finite and above 0"),
+        (["--epsilon", "nan"], "epsilon must be a number and is NaN"),
+        (["--epochs", "0"], "epochs is 0: choose at least one"),
+        (["--batch-size", "99999"], "choose one from 1 to the 1437 training records"),
+        (["--data", "empty.csv", "--target", "y"], "empty.csv is empty"),
+        (["--data", "dup.csv", "--target", "b"], "dup.csv has two columns 'b'"),
+        (["--data", "pickled.npz"], "(it holds Python objects). Write it with numpy.savez."),
+        (["--tensorboard", "empty.csv"], "cannot write to empty.csv"),
+        (["--out", "empty.csv"], "cannot write to empty.csv"),
+        (["--loss", "os:getcwd"], "the loss 'os:getcwd' failed on made-up records"),
+        (["--model", "mine:scalar", "--data", "mine:numbers"], "its output has shape (6,) for 6 records"),
     ],
     "schema": [(["none.csv"], "none.csv cannot be read"), (["table.csv", "--target", "pay"], "did you mean 'paid'?")],
     "budget": [(["--epsilon", "1"], "Give --dataset-size and --batch-size, or --sample-rate.")],
@@ -57,10 +81,12 @@ WRONG: dict[str, list[tuple[list[str], str]]] = {
     "tune": [
         ([], "there is nothing to try: give --try lr=0.05,0.1"),
         (["--try", "learning=1"], "unknown setting 'learning'"),
+        (["--try", "epochs=0,1", "--dry-run"], "epochs is 0: choose at least one"),
+        (["--try", "lr=nan,1", "--dry-run"], "lr is nan: choose a positive number"),
         (["--try", "clipping.percentil=0.1", "--clipping", "dc-p"], "did you mean 'percentile'?"),
     ],
     "compare": [(["--clippings", "auto-s,abaadi"], "unknown clipping 'abaadi': did you mean 'abadi'?")],
-    "report": [([], "Missing argument 'RUN...'"), (["nowhere"], "cannot read")],
+    "report": [([], "Missing argument 'RUN'"), (["nowhere"], "cannot read"), (["."], "there is no run in .")],
     "reproduce": [(["auto-fashon"], "did you mean 'auto-fashion'?"), ([], "nothing to reproduce: give one of")],
 }
 
@@ -76,6 +102,10 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path, run_folder: Path) -> Path:
     (tmp_path / "table.csv").write_text(TABLE)
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "dup.csv").write_text("a,b,b\n1,2,3\n")
+    (tmp_path / "pickled.npz").write_bytes(b"\x80\x04N.")
+    (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "run").symlink_to(run_folder)
     return tmp_path
 
@@ -98,6 +128,9 @@ def test_help_has_an_example_and_the_options_of_all_commands(
     assert COMMANDS[command].example.startswith(f"clipless {command} ")
     for option in ("--json", "--quiet", "--debug"):
         assert option in done.stdout
+        assert not re.search(rf"{option}[^\n]*<bool>", done.stdout)
+    if command in ("train", "compare", "tune", "audit"):
+        assert "[columns.NAME]" in done.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -130,6 +163,38 @@ def test_a_wrong_use_is_two_lines_with_the_remedy(
     assert message in done.stderr
     assert len(done.stderr.splitlines()) <= 2
     assert "Traceback" not in done.stderr
+
+
+def test_without_a_command_the_help_is_shown_and_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_main([], tmp_path, capsys)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "Usage: clipless" in done.stdout
+
+
+def test_a_finished_run_that_is_resumed_says_so_in_json_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_main(["train", "--resume", "--out", "run", "--json"], folder, capsys)
+    assert done.returncode == 0
+    record = json.loads(done.stdout)
+    assert record["metrics"]["steps"] == 12
+    assert record["notes"] == [done.stderr.strip()] == ["The run in run is finished: run/run.json."]
+
+
+def test_a_run_is_found_by_its_record_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    by_folder, by_record = (run_main(["report", name, "--json"], folder, capsys) for name in ("run", "run/run.json"))
+    assert by_folder.stdout == by_record.stdout
+
+
+def test_a_full_disk_is_said_to_be_full(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(output, "show_table", full)
+    done = run_main(["report", "run"], folder, capsys)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: the disk is full ([Errno 28]")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_wrong_command_gets_the_nearest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

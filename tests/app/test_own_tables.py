@@ -226,6 +226,10 @@ BAD: dict[str, tuple[Callable[[Path], tuple[Path, OwnData]], str]] = {
     "only the target": (table("y\n0\n1\n"), "nothing to predict from"),
     "target dropped": (table("a,y\n1,0\n2,1\n", drop=("y",)), "left out of the table"),
     "unknown task": (table("a,y\n1,0\n2,1\n", task="regresion", classes=None), "did you mean 'regression'"),
+    "classes and regression": (
+        table("a,y\n1,0\n2,1\n", task="regression"),
+        "leave out --classes, or --task",
+    ),
     "classes and labels": (table("a,b,y\n1,1,0\n", target=("b", "y")), "--classes is for one target"),
     "two targets as classes": (
         table("a,b,y\n1,1,0\n", target=("b", "y"), classes=None, task="classes"),
@@ -252,7 +256,7 @@ BAD: dict[str, tuple[Callable[[Path], tuple[Path, OwnData]], str]] = {
         "u.csv has none named 'a'",
     ),
     "latin-1": (lambda p: (write(p, "a,y\n\xe9,0\n".encode("latin-1")), SIMPLE), "not UTF-8.*iconv"),
-    "utf-16": (lambda p: (write(p, "a,y\n1,0\n".encode("utf-16")), SIMPLE), "not UTF-8"),
+    "utf-16": (lambda p: (write(p, "a,y\n1,0\n".encode("utf-16")), SIMPLE), "not UTF-8.*iconv -f UTF-16"),
     "not gzip": (lambda p: (write(p, b"hello", "t.csv.gz"), SIMPLE), "cannot be read"),
     "not parquet": (lambda p: (write(p, b"hello", "t.parquet"), SIMPLE), "cannot be read as Parquet"),
     "parquet lists": (

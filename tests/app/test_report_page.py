@@ -4,12 +4,16 @@ import itertools
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clipless.app.report import read_run
+from clipless.app.report_page.facts import warnings
+from clipless.app.report_page.promise import promise
 from commanding import Done, run_main
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -114,6 +118,32 @@ def test_the_page_says_what_is_promised(runs: Path, command: Any) -> None:
     assert json.loads((runs / "dc/run.json").read_text())["ledger_file"]["head"] in text
     assert "2.13" in rows["torch"]
     assert "(approximation" not in text
+
+
+@pytest.mark.parametrize(
+    ("run", "noise", "words"),
+    [
+        ("auto", "secure", "one would have to break that cipher"),
+        ("seeded", "seeded", "it is enough to know its seed"),
+        ("auto", "device", "not cryptographic: whoever predicts its numbers"),
+    ],
+)
+def test_the_page_does_not_promise_more_than_the_noise_can_keep(runs: Path, run: str, noise: str, words: str) -> None:
+    """Against unlimited computing power nothing is promised: noise that is computed from a key can be computed again."""
+    reading = read_run(runs / run)
+    plan = {**reading.plan, "noise": noise}
+    assert reading.file is not None
+    changed = replace(reading, file=replace(reading.file, plan=plan))
+    (against,) = promise(changed, changed.spent())["Against whom?"]
+    assert words in against[0].text
+    assert "computing power" not in against[0].text
+    assert any("not cryptographic" in one for one in warnings(changed)) == (noise == "device")
+
+
+def test_without_privacy_no_budget_is_shown(runs: Path, command: Any) -> None:
+    rows = page_of(runs, command("plain", "--html", "page.html")).rows()
+    assert rows["epochs"] == "2"
+    assert not {"epsilon", "delta", "accountant"} & {*rows}
 
 
 def test_the_page_names_all_that_a_step_releases(runs: Path, command: Any) -> None:
@@ -259,7 +289,16 @@ def test_the_audit_beside_a_run_is_shown_if_it_is_about_it(runs: Path, command: 
     assert command("auto", "--html", "page.html").returncode == 4
 
 
-def test_a_search_has_a_page(runs: Path, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("grid", "By training each of 2 candidates with noise"),
+        ("papernot-steinke", "Epsilon covers the released run alone: the other runs, how many there were"),
+    ],
+)
+def test_a_search_has_a_page(
+    runs: Path, command: Any, capsys: pytest.CaptureFixture[str], method: str, words: str
+) -> None:
     tune = [
         "tune",
         "--try",
@@ -269,14 +308,15 @@ def test_a_search_has_a_page(runs: Path, command: Any, capsys: pytest.CaptureFix
         "--epochs",
         "1",
         "--method",
-        "grid",
+        method,
         "--out",
         "t",
         "--json",
     ]
     assert run_main(tune, runs, capsys).returncode == 0
-    page = page_of(runs, command("t", "auto", "--html", "page.html"))
-    assert "a grid of 2 candidates" in page.all("body")[0]["text"]
+    text = page_of(runs, command("t", "auto", "--html", "page.html")).all("body")[0]["text"]
+    assert words in text
+    assert ("but nothing of the other runs of the search" in text) == (method != "grid")
 
 
 def test_the_same_runs_give_the_same_page(runs: Path, command: Any) -> None:

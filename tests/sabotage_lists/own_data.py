@@ -4,6 +4,7 @@ from sabotage_lists.one import Sabotage
 
 OWN, BODIES, TRAINING = "app/data/own", "app/commands", "app/training"
 TABLES, COMMANDS = "tests/app/test_own_tables.py", "tests/app/test_cli_own.py"
+TEXTS = "tests/app/test_own_texts.py"
 
 SABOTAGES = (
     Sabotage(
@@ -40,6 +41,27 @@ SABOTAGES = (
         "            if self.missing is None:\n",
         "            if self.missing is None:\n                return 0.0\n",
         (TABLES,),
+    ),
+    Sabotage(
+        "words-numbered-as-they-come",
+        f"{OWN}/texts.py",
+        "found = [hash_word(word, self.vocabulary) for word in words(text)[: self.length]]",
+        "found = [row + 1 for word in words(text)[: self.length]]",
+        (TEXTS,),
+    ),
+    Sabotage(
+        "counts-scaled-by-other-rows",
+        f"{OWN}/texts.py",
+        "np.linalg.norm(counts, axis=1, keepdims=True).clip(min=1)",
+        "max(float(np.linalg.norm(counts)), 1.0)",
+        (TEXTS,),
+    ),
+    Sabotage(
+        "model-that-does-not-fit-trained",
+        f"{TRAINING}/loop.py",
+        "        refuse_misfit(model, settings.model, data, losses_of, own_loss=settings.loss is not None)\n",
+        "",
+        (TEXTS,),
     ),
     Sabotage(
         "cell-shown-in-an-error",

@@ -155,7 +155,7 @@ def advice(found: Sequence[Compared]) -> str:
             f"Take {best.clipping}: its {best.metric.replace('_', ' ')} is the best, beyond the spread of these runs."
         )
     taken = next((one for one in (best, *equal) if one.clipping == defaults.CLIPPING), best)
-    rest = ", ".join(one.clipping for one in (best, *equal) if one is not taken)
+    rest = " or ".join(one.clipping for one in (best, *equal) if one is not taken)
     why = "it has no threshold to set" if taken.clipping == defaults.CLIPPING else "its mean is the best"
     leading = "" if taken is best else f" The best mean is that of {best.clipping}: more seeds may decide."
     return f"Take {taken.clipping}: these runs do not tell it from {rest}, and {why}.{leading}"
@@ -167,14 +167,19 @@ def price_text(found: ComparisonPrice) -> list[str]:
     if found.epsilon is not None and found.delta is not None:
         spent = f"epsilon {rounded_up(found.epsilon)} at delta {rounded_up(found.delta)}"
         lines.append(
-            f"If the training data is private: the {found.runs} private runs together cost {spent}, and the run that is "
-            "released afterwards comes on top. clipless tune --try clipping=... chooses within one total."
+            f"If the training data is private: {_together(found.runs)} {spent}, and the run that is released afterwards "
+            "comes on top. clipless tune --try clipping=... chooses within one total."
         )
     if found.plain_runs:
-        lines.append(f"{found.plain_runs} run(s) had no privacy at all: on private data leave out {PLAIN}.")
+        runs = "1 run" if found.plain_runs == 1 else f"{found.plain_runs} runs"
+        lines.append(f"{runs} had no privacy at all: on private data leave out {PLAIN}.")
     if found.seeded:
         lines.append("The seed is fixed: whoever knows it can subtract the noise, and the price above does not hold.")
     return [*lines, "The scores come from the test records, which no guarantee covers."]
+
+
+def _together(runs: int) -> str:
+    return "the private run costs" if runs == 1 else f"the {runs} private runs together cost"
 
 
 def _within(on_progress: OnProgress, what: str, done: float, total: float) -> Callable[[TrainingProgress], None]:

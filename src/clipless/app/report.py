@@ -62,10 +62,13 @@ class RunReport:
 
 
 def read_run(path: Path, head: str | None = None) -> RunReport:
-    """The run in a folder, or a ledger file. With `head`, the ledger must contain everything up to that hash.
+    """The run in a folder, which may be named by its `run.json`, or a ledger file. With `head`, the ledger must contain
+    everything up to that hash.
 
     Raises `DamagedFile` for a ledger that is damaged or edited, or shorter than `run.json` says.
     """
+    if path.name == "run.json" and path.is_file():
+        path = path.parent
     if not path.is_dir():
         return RunReport(path, read_ledger(path, head=head, torn=True), {})
     folder = RunFolder(path)

@@ -4,7 +4,9 @@ The exit codes are those of `EXIT_CODES`. An error is one or two lines on stderr
 where it was raised comes first.
 """
 
+import errno
 import importlib
+import inspect
 import os
 import sys
 import traceback
@@ -21,7 +23,7 @@ from clipless.errors import CliplessError, DamagedFile, RankFailed
 
 EXIT_CODES = {
     0: "done",
-    1: "check found a model unsound, audit refuted a claim, a way of clipless failed in bench, or an unexpected error",
+    1: "check found a model unsound, audit refuted a claim, an engine of clipless failed in bench, or an unexpected error",
     2: "an argument or a data set was refused",
     3: "the last line of a ledger is torn, and shown as one more step",
     4: "a ledger, checkpoint or run is damaged or was edited, and nothing of it is shown",
@@ -93,8 +95,14 @@ class _LazyCommands(TyperGroup):
 def _load_command(name: str) -> Any:
     function = getattr(importlib.import_module(f"{__name__}.{name}"), name)
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    alone.command(name, epilog=f"Example:  {COMMANDS[name].example}")(spread(function))
-    return typer.main.get_command(alone)
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    text = "\n\n".join(" ".join(one.split()) for one in paragraphs)  # lines as long as the terminal is wide
+    alone.command(name, help=text, epilog=f"Example:  {COMMANDS[name].example}")(spread(function))
+    command: Any = typer.main.get_command(alone)
+    for option in command.params:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""  # and not <bool>: it takes no value
+    return command
 
 
 def _placeholder() -> None:
@@ -138,6 +146,8 @@ def main() -> None:
     try:
         sys.exit(app(prog_name="clipless", standalone_mode=False) or 0)
     except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help page has been shown
+            sys.exit(error.exit_code)
         output.show_error(_with_remedy(error))
         sys.exit(error.exit_code)
     except typer.Abort:
@@ -149,12 +159,18 @@ def main() -> None:
         sys.exit(4 if isinstance(error, DamagedFile) else 2)
     except Exception as error:
         _show_traceback()
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        output.show_error(
-            f"{type(error).__name__} in {os.path.basename(where.filename)}, line {where.lineno}: {error}\n"
-            "clipless did not expect this error. Does it come from your own code? --debug shows the traceback."
-        )
+        output.show_error(_unexpected(error))
         sys.exit(1)
+
+
+def _unexpected(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full ({error}). Make room, and run the command again."
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"{type(error).__name__} in {os.path.basename(where.filename)}, line {where.lineno}: {error}\n"
+        "clipless did not expect this error. Does it come from your own code? --debug shows the traceback."
+    )
 
 
 def _show_traceback() -> None:

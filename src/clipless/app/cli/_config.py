@@ -60,7 +60,8 @@ def reading(
     return read
 
 
-HELP = "TOML file with options of this command, and tables [columns.NAME]. Options given here win."
+# Brackets are escaped: rich would take them for markup.
+HELP = "TOML file with options of this command, and tables \\[columns.NAME]. Options given here win."
 
 ConfigOption = Annotated[Path | None, typer.Option(callback=reading(), is_eager=True, help=HELP)]
 GridConfigOption = Annotated[
@@ -68,8 +69,8 @@ GridConfigOption = Annotated[
     typer.Option(
         callback=reading(grid=True),
         is_eager=True,
-        help="TOML file with options of this command, a table [grid] of lists to try, and tables [columns.NAME]. Options "
-        "given here win.",
+        help="TOML file with options of this command, a table \\[grid] of lists to try, and tables \\[columns.NAME]. "
+        "Options given here win.",
     ),
 ]
 CheckConfigOption = Annotated[

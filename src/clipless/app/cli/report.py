@@ -10,7 +10,7 @@ from clipless.app.options.common import ACCOUNTANT_HELP, JsonOption, starting
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or ledger files.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs, or ledger files.")],
     html: Annotated[
         Path | None, typer.Option(help="Write the report as one page, FILE.html, which needs no network.")
     ] = None,

@@ -13,9 +13,7 @@ from clipless.app.data import Data
 from clipless.app.options.data import DataGroup
 from clipless.app.options.files import FilesGroup
 from clipless.app.settings import TrainingSettings
-from clipless.app.terminal import output
 from clipless.app.toml_files import SCHEMA_KEYS
-from clipless.app.torchrun import rank
 from clipless.app.training import saved_about
 from clipless.errors import InvalidArgument
 from clipless.runs.run_folder import RunFolder
@@ -39,15 +37,13 @@ class BegunRun:
         files: FilesGroup,
         columns: Mapping[str, Any],
         explicit: frozenset[str],
-    ) -> "BegunRun | None":
-        """None if the run is finished already."""
+    ) -> "BegunRun | RunFolder":
+        """The folder alone if the run in it is finished already."""
         records = load_data(data, **columns) if files.out is None else None
         name = records.name if records else data.data
         folder = files.out or Path("runs") / slug(name, given.model, given.clipping)
         if files.resume and _finished(RunFolder(folder)):
-            if rank() == 0:
-                output.show_warning(f"The run in {folder} is finished: {RunFolder(folder).record}.")
-            return None
+            return RunFolder(folder)
         about = saved_about(folder) if files.resume else None
         if about is not None:
             data, columns = _completed_data(explicit, data, columns, about, folder)

@@ -104,7 +104,7 @@ def _words(one: Compared) -> str:
 def _table(found: list[Compared], title: str) -> Table:
     table = Table(title=Text(title), title_justify="left")
     for column in ("clipping", f"test {_words(found[0])} (not private)", "runs", "epsilon of one run", "seconds"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for one in sorted(found, key=lambda one: -one.merit):
         spent = "no privacy" if one.epsilon is None else output.short(one.epsilon)
         table.add_row(one.clipping, one.text, str(len(one.scores)), spent, f"{one.seconds:.1f}")

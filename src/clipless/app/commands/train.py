@@ -35,7 +35,8 @@ def run(
     """Train, save and show a run. `columns` are rules from a configuration file, `explicit` the options that were given,
     which a resumed run must agree with."""
     begun = BegunRun.of(data, given, files, columns, explicit)
-    if begun is None:
+    if isinstance(begun, RunFolder):
+        _show_finished(begun, as_json=as_json)
         return
     folder, settings = begun.folder, begun.settings
     RunFolder(folder).check_writable()
@@ -51,6 +52,19 @@ def run(
         output.show_table("Run", _summary(result, written))
         for note in notes:
             output.show_note(note)
+
+
+def _show_finished(folder: RunFolder, *, as_json: bool) -> None:
+    """The run that was to be resumed is finished already."""
+    note = f"The run in {folder.path} is finished: {folder.record}."
+    if rank() != 0:
+        return
+    output.show_warning(note)
+    if as_json:
+        record = folder.read_record() or {}
+        kept = {name: record.get(name) for name in ("private", "data", "metrics", "plan")}
+        files = {"run": str(folder.record), "model": str(folder.model), "config": str(folder.config)}
+        output.show_json({**kept, **files, "notes": [note]})
 
 
 def _trained(begun: BegunRun, saving: Saving, board: Path | None, *, visible: bool) -> Result:
@@ -111,7 +125,7 @@ def _summary(result: Result, written: Path) -> dict[str, str]:
         "clipping": settings.clipping,
         f"test {result.metric.replace('_', ' ')} (not private)": output.metric_text(result.metric, result.score),
         **(privacy if settings.private else {"epsilon": "none: this run is not private"}),
-        "steps": f"{result.steps} in {settings.epochs} epochs",
+        "steps": f"{result.steps} in {settings.epochs} {'epoch' if settings.epochs == 1 else 'epochs'}",
         "time": f"{result.seconds:.1f} s",
         "written": f"{written}, model.pt, config.toml",
     }

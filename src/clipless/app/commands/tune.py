@@ -98,7 +98,7 @@ def run(request: TuneRequest, *, dry_run: bool, as_json: bool) -> None:
     stated = own_data(request.data, **request.columns)
     source = None if where.executor == "local" else remote_name(request.data, stated)
     # On a terminal only: the bar shows how many runs were drawn, which the guarantee does not cover.
-    with _large_delta_told_once(), fraction_bar("tuning", visible=not as_json) as on_progress:
+    with _told_if_stopped(folder), _large_delta_told_once(), fraction_bar("tuning", visible=not as_json) as on_progress:
         tuned = tuning.tune(
             search,
             pool,
@@ -114,6 +114,20 @@ def run(request: TuneRequest, *, dry_run: bool, as_json: bool) -> None:
     output.show_table("Tuned", _summary(tuned, folder))
     for note in _notes(tuned):
         output.show_note(note)
+
+
+@contextmanager
+def _told_if_stopped(folder: Path) -> Iterator[None]:
+    """Ctrl-C after a search was recorded: say what it costs."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if RunFolder(folder).unfinished:
+            output.show_warning(
+                f"Stopped, and nothing is released. A search cannot be resumed, and what it spent stays spent: "
+                f"{RunFolder(folder).ledger}."
+            )
+        raise
 
 
 @contextmanager
@@ -181,14 +195,16 @@ def _summary(tuned: tuning.Tuned, folder: Path) -> dict[str, str]:
     shown = (
         {}
         if tuned.scores is None
-        else {"scores": ", ".join(_score(tuned.result.metric, score) for score in tuned.scores)}
+        else {"scores (not private)": ", ".join(_score(tuned.result.metric, score) for score in tuned.scores)}
     )
     return {
         "data": tuned.result.data,
         "chosen": ", ".join(f"{name} {getattr(settings, name)}" for name in names) or "the only candidate",
         "of": f"{len(tuned.search.candidates)} candidates, by {priced.method.name}",
         **shown,
-        f"test {tuned.result.metric.replace('_', ' ')}": output.metric_text(tuned.result.metric, tuned.result.score),
+        f"test {tuned.result.metric.replace('_', ' ')} (not private)": output.metric_text(
+            tuned.result.metric, tuned.result.score
+        ),
         "epsilon": f"{output.short(tuned.result.epsilon)} for the whole search",
         "delta": output.short(tuned.result.delta),
         "one run": f"({output.short(priced.run_epsilon)}, {output.short(priced.run_delta)}), noise "

@@ -114,14 +114,15 @@ def make_texts(
     vocabulary: int,
     task: str = "classes",
 ) -> Data:
-    """Data of tokens, int64 [records, length] below `vocabulary`, with a class each or, for "tokens", the next tokens."""
+    """Data of tokens, int64 [records, length] below `vocabulary`, and the targets of the task."""
     parts = []
     for part, (tokens, targets) in (("training", train), ("test", test)):
         if len(tokens) == 0:
             raise InvalidArgument(f"{name}: the {part} part is empty. Give it at least one record.")
         if task == "classes" and not (targets.min() >= 0 and targets.max() < classes):
             raise InvalidArgument(f"{name}: a {part} label is outside 0 to {classes - 1}. Correct it.")
-        parts.append(TensorDataset(torch.from_numpy(tokens), torch.from_numpy(targets)))
+        kind = np.float32 if task in ("numbers", "labels") else np.int64
+        parts.append(TensorDataset(torch.from_numpy(tokens), torch.from_numpy(targets.astype(kind))))
     return Data(name, parts[0], parts[1], classes, tuple(train[0].shape[1:]), task, vocabulary)
 
 

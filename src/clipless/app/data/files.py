@@ -37,9 +37,8 @@ def npz_archive(path: Path) -> Data:
     except InvalidArgument:
         raise
     except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-        raise InvalidArgument(
-            f"{path} cannot be read as an npz archive ({error}). Write it with numpy.savez."
-        ) from error
+        why = "it holds Python objects" if "pickle" in str(error) else error
+        raise InvalidArgument(f"{path} cannot be read as an npz archive ({why}). Write it with numpy.savez.") from error
     return make_data(path.stem, (as_images(x_train), y_train), (as_images(x_test), y_test))
 
 

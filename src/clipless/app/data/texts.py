@@ -129,7 +129,7 @@ def hashed_words(sentences: Sequence[str], length: int) -> list[int]:
     found: list[int] = []
     for number, sentence in enumerate(sentences):
         words = sentence.lower().replace(".", " . ").replace(",", " , ").split()[: share - 1]
-        found += [_hash(word) for word in words] + ([_hash("[SEP]")] if number < len(sentences) - 1 else [])
+        found += [hash_word(word) for word in words] + ([hash_word("[SEP]")] if number < len(sentences) - 1 else [])
     return found + [PADDING] * (length - len(found))
 
 
@@ -154,8 +154,13 @@ def _whole(source: Source, path: Path) -> str:
     return content
 
 
-def _hash(word: str) -> int:
-    return 1 + zlib.crc32(word.encode()) % (BUCKETS - 1)
+def hash_word(word: str, buckets: int = BUCKETS) -> int:
+    """The number of a word, from 1 to `buckets` - 1; the same on every machine.
+
+    >>> hash_word("film"), hash_word("film", 257)
+    (4201, 35)
+    """
+    return 1 + zlib.crc32(word.encode()) % (buckets - 1)
 
 
 def _encoded(rows: list[tuple[tuple[str, ...], int]]) -> tuple[Array, Array]:

@@ -21,6 +21,7 @@ from clipless.errors import CliplessError
 from clipless.rounding import rounded_up
 
 GUARANTEES = ("pld", "rdp")
+BUDGET = ("epsilon", "delta", "accountant", "noise", "noise_multiplier")  # without privacy they are not used
 SECRET_SEED = "whoever knows the seed can subtract the noise"
 FactRows = dict[str, MarkedText]
 
@@ -88,7 +89,10 @@ def configuration(reading: RunReport) -> FactRows:
         for place, phase in enumerate(phases, start=1):
             label = "clipping" if len(phases) == 1 else f"clipping, phase {place}"
             rows[label] = MarkedText(f"{phase['name']}: {phase['rule']}, {phase['policy']}")
+    unused = () if reading.private else BUDGET
     for name, value in arguments.items():
+        if name in unused:
+            continue
         if name == "seed" and value is not None:
             rows["seed"] = not_private("fixed, and not shown here", SECRET_SEED)
         elif name not in ("clipping", "seed") and value is not None:
@@ -122,6 +126,11 @@ def warnings(reading: RunReport) -> list[str]:
         found.append(
             "The noise comes from a fixed seed. Whoever knows the seed can subtract the noise, and the promise below holds "
             "only against those who do not. Such a run is for experiments."
+        )
+    if reading.plan.get("noise") == "device":
+        found.append(
+            "On a GPU the noise comes from torch's generator, which is not cryptographic. The promise below then holds only "
+            "against those who cannot predict it."
         )
     if math.isinf(stated(reading, None, None).epsilon):
         found.append("The epsilon of what was released is infinite: nothing is promised.")

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from clipless.accounting import Spent, StepEvent
+from clipless.accounting.selection import METHODS
 from clipless.app.report import RunReport
 from clipless.app.report_page.values import PUBLIC, SIZE, MarkedText, percent_up
 from clipless.rounding import rounded_up
@@ -56,14 +57,7 @@ def promise(reading: RunReport, spent: Spent) -> dict[str, list[Sentence]]:
     """The promise of a private run in paragraphs, each under its question."""
     return {
         "Who is protected?": [_protected(reading)],
-        "Against whom?": [
-            [
-                MarkedText(
-                    "Anyone who sees the final model, all models in between and everything the run released, who may know "
-                    "all other records and may have any computing power. What they compute from it later is covered too."
-                )
-            ]
-        ],
+        "Against whom?": [_attacker(reading)],
         "What is promised?": [_promised(reading, spent)],
         "How is it kept?": _kept(reading),
         "What does that mean for one person?": _meaning(spent),
@@ -92,6 +86,26 @@ def _protected(reading: RunReport) -> Sentence:
     ]
 
 
+def _attacker(reading: RunReport) -> Sentence:
+    noise = {
+        "secure": " The noise is computed with AES-256: to remove it, one would have to break that cipher, or to obtain a "
+        "key of this run.",
+        "seeded": " To remove the noise, it is enough to know its seed.",
+        "device": " On a GPU the noise comes from torch's generator, which is not cryptographic: whoever predicts its "
+        "numbers can remove it.",
+    }
+    plan = reading.plan
+    alone = "tuning" in plan and not METHODS[plan["tuning"]["method"]].releases_all
+    limit = ", but nothing of the other runs of the search" if alone else ""
+    return [
+        MarkedText(
+            f"Anyone who sees the final model, all models in between and everything the run released{limit}, and who may "
+            "know all other records. What they compute from it later is covered too."
+            + noise.get(plan.get("noise", ""), "")
+        )
+    ]
+
+
 def _promised(reading: RunReport, spent: Spent) -> Sentence:
     kind = f"({rounded_up(spent.epsilon)}, {rounded_up(spent.delta)})-differential privacy"
     change = "adding or removing one record" if "add or remove" in reading.plan["neighbouring"] else ""
@@ -110,15 +124,7 @@ def _promised(reading: RunReport, spent: Spent) -> Sentence:
 def _kept(reading: RunReport) -> list[Sentence]:
     plan: dict[str, Any] = reading.plan
     if "tuning" in plan:
-        search = plan["tuning"]
-        count = len(search["candidates"])
-        return [
-            [
-                MarkedText(
-                    f"By training a grid of {count} candidates, released by {search['method']}; one price covers all."
-                )
-            ]
-        ]
+        return [_searched(plan["tuning"])]
     rate, batch = percent_up(plan["sample_rate"]), plan["expected_batch"]
     poisson = f"each record independently with probability {rate} ({batch:,} records expected)"
     drawn = poisson if plan["sampling"] == "poisson" else f"by {plan['sampling']} sampling, {batch:,} records expected"
@@ -130,13 +136,29 @@ def _kept(reading: RunReport) -> list[Sentence]:
         if statistic
         else f"the sum of all is released with Gaussian noise of {plan['noise_multiplier']:.4g} times that bound"
     )
+    estimated = ", which is estimated, and epsilon accounts for the error" if "projections" in plan else ""
     return [
         [
             MarkedText(
-                f"In each of {plan['steps']:,} steps a batch is drawn, {drawn}. The gradient of each record is scaled "
-                f"to a bounded length; {released}. Nothing else of the batch is shown."
+                f"In each of {plan['steps']:,} planned steps a batch is drawn, {drawn}. The gradient of each record is "
+                f"scaled to a bounded length{estimated}; {released}. Nothing else of the batch is shown."
             )
         ]
+    ]
+
+
+def _searched(search: dict[str, Any]) -> Sentence:
+    """How a search keeps the promise, and for which of its runs."""
+    count, method = len(search["candidates"]), search["method"]
+    if METHODS[method].releases_all:
+        how = f"By training each of {count} candidates with noise, and choosing one by its score on the test records. "
+        return [MarkedText(how + "Epsilon covers all of these runs.")]
+    return [
+        MarkedText(
+            f"By training candidates drawn at random from {count}, with noise, and releasing the best by its score on the "
+            f"test records ({method}). Epsilon covers the released run alone: the other runs, how many there were and how "
+            "long the search took are not for others to see."
+        )
     ]
 
 
@@ -148,8 +170,8 @@ def _meaning(spent: Spent) -> list[Sentence]:
     return [
         [
             MarkedText(
-                f"Something that would happen to them with a chance of {percent_up(EXAMPLE)} had their record been left "
-                f"out, happens with a chance of at most {worst} now that it was used."
+                f"Something that would happen to them through this model with a chance of {percent_up(EXAMPLE)} had their "
+                f"record been left out, happens with a chance of at most {worst} now that it was used."
             )
         ],
         [

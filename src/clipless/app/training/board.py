@@ -6,7 +6,7 @@ from typing import Any
 
 from clipless.app.settings import TrainingSettings
 from clipless.app.training.loop import TrainingProgress
-from clipless.errors import MissingLibrary
+from clipless.errors import InvalidArgument, MissingLibrary
 
 PRIVATE, NOT_PRIVATE = "private", "not_private"
 
@@ -43,4 +43,9 @@ def _writer(folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise MissingLibrary("--tensorboard needs TensorBoard: pip install 'clipless[tensorboard]'.") from None
-    return SummaryWriter(str(folder))
+    try:
+        return SummaryWriter(str(folder))
+    except OSError as error:
+        raise InvalidArgument(
+            f"cannot write to {folder} ({error}). Choose another folder for --tensorboard."
+        ) from error

@@ -20,6 +20,7 @@ from clipless.app import clippings, models
 from clipless.app.data import Data
 from clipless.app.settings import TrainingSettings
 from clipless.app.threads import torch_threads
+from clipless.app.training.fitting import refuse_misfit
 from clipless.app.training.own_loss import refuse_unsound_loss
 from clipless.app.training.reliability import reliability_bins
 from clipless.app.training.result import Result
@@ -76,6 +77,7 @@ def train(
     with torch.random.fork_rng(devices=[]), torch_threads(_threads(settings.batch_size * math.prod(data.shape))):
         torch.manual_seed(model_seed)
         model = models.build(settings.model, data.shape, data.classes, data.vocabulary)
+        refuse_misfit(model, settings.model, data, losses_of, own_loss=settings.loss is not None)
         if settings.private and settings.loss is not None:
             refuse_unsound_loss(settings.loss, losses_of, model, data, clippings.parse(settings.clipping))
         optimizer = make_optimizer(settings, model.parameters())

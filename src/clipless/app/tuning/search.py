@@ -9,7 +9,7 @@ from clipless.accounting import SelectionEvent
 from clipless.accounting.selection import AUTO, Run, SelectionMethod, SingleRun, price
 from clipless.app.data import Data
 from clipless.app.training import TrainingSettings, train
-from clipless.app.training.settings import refuse_batch_size
+from clipless.app.training.settings import optimizer_for
 from clipless.app.tuning.candidates import shape_of, varied
 from clipless.errors import Interrupted, InvalidArgument, Misuse
 
@@ -89,7 +89,7 @@ def plan_search(
     records = len(data.train)
     failure = defaults.delta(records) if delta is None else delta
     for one in candidates:
-        refuse_batch_size(one.batch_size, records)
+        optimizer_for(one, data)  # or raises
     shapes = [shape_of(one, records) for one in candidates]
     priced = price(method, epsilon, failure, shapes, accountant, coverage)
     ready = tuple(

@@ -2,16 +2,26 @@
 
 import datetime
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from clipless.app.data.dataset import Array, Data, make_data, make_targets
+from clipless.app.data.dataset import Array, Data, make_data, make_targets, make_texts
 from clipless.app.data.own.choice import OwnData
 from clipless.app.data.own.reading import TABLE_ENDS, Table, read
-from clipless.app.data.own.rules import AS_IT_IS, CategoryColumn, ColumnRule, NumberColumn, UnusedColumn, rule_of
+from clipless.app.data.own.rules import (
+    AS_IT_IS,
+    CategoryColumn,
+    ColumnRule,
+    NumberColumn,
+    UnusedColumn,
+    encode,
+    rule_of,
+)
 from clipless.app.data.own.splitting import test_rows
+from clipless.app.data.own.texts import TokensColumn, WordCountsColumn
 from clipless.arguments import unknown_name
 from clipless.errors import InvalidArgument
 
@@ -37,16 +47,20 @@ def load_table(path: Path, stated: OwnData) -> Data:
     ]
     if not features:
         raise InvalidArgument(f"{path} has no column besides the target: there is nothing to predict from.")
+    vocabulary = _vocabulary(rules, features)
     train, test = _parts(table, stated, rules, features, task)
-    columns = _described(stated, rules, features, task)
+    columns = _described(stated, rules, features, task) | {"vocabulary": vocabulary}
     name = next(path.name.removesuffix(end) for end in sorted(TABLE_ENDS, key=len)[::-1] if path.name.endswith(end))
-    if task == "classes":
-        made = make_data(name, train, test, len(_classes(stated, rules).values))
+    outputs = len(_classes(stated, rules).values) if task == "classes" else len(stated.target)
+    if vocabulary is not None:
+        made = make_texts(name, train, test, outputs, vocabulary, task)
+    elif task == "classes":
+        made = make_data(name, train, test, outputs)
     else:
         made = make_targets(name, train, test, task)
     plain = [column for column in features if _as_it_is(rules[column])]
     notes = (NOT_SCALED.format(columns=", ".join(plain)),) if plain else ()
-    return Data(made.name, made.train, made.test, made.classes, made.shape, made.task, columns=columns, notes=notes)
+    return replace(made, columns=columns, notes=notes)
 
 
 def _refuse_own_schema(table: Table, stated: OwnData) -> None:
@@ -77,7 +91,23 @@ def _rules(table: Table, stated: OwnData) -> dict[str, ColumnRule]:
     for name in stated.target:
         if isinstance(rules[name], UnusedColumn):
             raise InvalidArgument(f"the target {name!r} is left out of the table: keep it, or predict another column.")
+        if isinstance(rules[name], (TokensColumn, WordCountsColumn)):
+            raise InvalidArgument(f"the target {name!r} is a text: list its categories, or predict another column.")
     return rules
+
+
+def _vocabulary(rules: Mapping[str, ColumnRule], features: Sequence[str]) -> int | None:
+    """The number of tokens if the records are tokens; None if they are numbers."""
+    tokens = [(name, rule) for name in features if isinstance(rule := rules[name], TokensColumn)]
+    if not tokens:
+        return None
+    name, rule = tokens[0]
+    if len(features) > 1:
+        raise InvalidArgument(
+            f"{name!r} is stated as tokens, which a model takes alone, and there are other columns: state word_counts = 256 "
+            f"for {name!r}, or leave the others out (--drop)."
+        )
+    return rule.vocabulary
 
 
 def _task(table: Table, stated: OwnData, rules: Mapping[str, ColumnRule]) -> str:
@@ -85,7 +115,9 @@ def _task(table: Table, stated: OwnData, rules: Mapping[str, ColumnRule]) -> str
     target, given = rules[stated.target[0]], stated.stated_task()
     listed = stated.classes is not None or isinstance(target, CategoryColumn)
     if stated.classes is not None and (len(stated.target) > 1 or given not in (None, "classes")):
-        raise InvalidArgument("--classes is for one target that has classes: leave it out, or the other targets.")
+        raise InvalidArgument(
+            "--classes is for one target that has classes: leave out --classes, or --task and the other targets."
+        )
     task = given or ("labels" if len(stated.target) > 1 else "classes" if listed else "numbers")
     if task == "classes" and len(stated.target) > 1:
         raise InvalidArgument("several targets are labels or numbers: give --task labels or regression, or one target.")
@@ -123,11 +155,11 @@ def _parts(
 def _encoded(
     table: Table, stated: OwnData, rules: Mapping[str, ColumnRule], features: Sequence[str], task: str
 ) -> tuple[Array, Array]:
-    x = np.concatenate([rules[name].encode(table, name) for name in features], axis=1)
+    x = encode(table, {name: rules[name] for name in features})
     if task == "classes":
         return x, _class_numbers(table, stated.target[0], _classes(stated, rules))
-    encode = _label if task == "labels" else _number
-    return x, np.concatenate([encode(table, name, rules[name]) for name in stated.target], axis=1)
+    target = _label if task == "labels" else _number
+    return x, np.concatenate([target(table, name, rules[name]) for name in stated.target], axis=1)
 
 
 def _classes(stated: OwnData, rules: Mapping[str, ColumnRule]) -> CategoryColumn:

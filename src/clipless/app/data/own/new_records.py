@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from clipless.app.data.own.reading import read
-from clipless.app.data.own.rules import AS_IT_IS, as_date, rule_of
+from clipless.app.data.own.rules import AS_IT_IS, as_date, encode, rule_of
 from clipless.arguments import unknown_name
 
 MAY_BE_DATES = ("low", "high", "missing")
 
 
 def load_features(path: str | Path, columns: Mapping[str, Any]) -> Tensor:
-    """The rows of a csv or Parquet file as float32 inputs [rows, width]. `columns` is that of the run's run.json.
+    """The rows of a csv or Parquet file as float32 inputs [rows, width], or as int64 tokens if the model was trained on
+    these. `columns` is that of the run's run.json.
 
     The file needs the columns that the model was trained on, and may have others. Raises InvalidArgument for a missing
     column, and for cells that training would have refused.
@@ -29,8 +30,8 @@ def load_features(path: str | Path, columns: Mapping[str, Any]) -> Tensor:
     rules = {
         name: rule_of(name, _with_dates(stated[name])) if name in stated else AS_IT_IS for name in columns["features"]
     }
-    encoded = [rule.encode(table, name) for name, rule in rules.items()]
-    return torch.from_numpy(np.concatenate(encoded, axis=1).astype(np.float32))
+    inputs = encode(table, rules)
+    return torch.from_numpy(inputs if columns["vocabulary"] else inputs.astype(np.float32))
 
 
 def _with_dates(rule: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,15 +8,18 @@ from typing import Any
 
 from clipless.app.data.own.reading import Table
 from clipless.app.data.own.rules import MISSING, as_date, as_number
+from clipless.app.data.own.texts import words
 
 MOST_CATEGORIES, MOST_CLASSES = 50, 20
+WORDS_OF_A_TEXT, WORD_COLUMNS = 4, 256
 
 
 def public_schema(table: Table, target: Sequence[str] = ()) -> dict[str, Any]:
     """Rules for every column of a public table, and the table's digest, so that training on that very table is refused.
 
-    Numbers and dates get the range of their values, and the median for missing ones; texts their categories, or
-    `use = false` where there are more than 50. A target of up to 20 whole numbers or texts gets them as its classes.
+    Numbers and dates get the range of their values, and the median for missing ones; texts their categories. Where there
+    are more than 50, texts of usually 4 words or more get `word_counts`, and others, such as identifiers, `use = false`. A
+    target of up to 20 whole numbers or texts gets them as its classes.
     """
     rules = {name: _rule(texts, name in target) for name, texts in table.columns.items()}
     return {"made_from": table.digest, "columns": rules}
@@ -38,6 +41,8 @@ def _rule(texts: Sequence[str], is_target: bool) -> dict[str, Any]:
         return {"low": days[0], "high": days[-1]} | ({"missing": days[len(days) // 2]} if has_missing else {})
     if known and len(set(known)) <= MOST_CATEGORIES:
         return {"categories": [text for text, _ in Counter(sorted(known)).most_common()]}
+    if known and not is_target and median(len(words(text)) for text in known) >= WORDS_OF_A_TEXT:
+        return {"word_counts": WORD_COLUMNS}
     return {"use": False}
 
 

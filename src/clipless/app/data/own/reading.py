@@ -1,5 +1,6 @@
 """Tables in csv and Parquet files, as texts by column."""
 
+import codecs
 import csv
 import gzip
 import hashlib
@@ -59,14 +60,16 @@ def _csv(path: Path, content: bytes) -> tuple[list[str], list[list[str]], list[i
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
+        coded = "UTF-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
         raise InvalidArgument(
-            f"{path} is not UTF-8 text. Save it as UTF-8, for example:  iconv -f LATIN1 -t UTF-8 {path.name} > utf8.csv"
+            f"{path} is not UTF-8 text. Save it as UTF-8, for example:  iconv -f {coded} -t UTF-8 {path.name} > utf8.csv"
         ) from None
     first = next((line for line in text.splitlines() if line.strip()), "")
     separator = max(SEPARATORS, key=first.count)
     # Strict: a quotation mark that is never closed would make one cell of many rows.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
     rows, places = [], []
+    limit = csv.field_size_limit(max(1, len(text)))  # a text may be long
     try:
         for row in reader:
             if any(cell.strip() for cell in row):
@@ -76,6 +79,8 @@ def _csv(path: Path, content: bytes) -> tuple[list[str], list[list[str]], list[i
         raise InvalidArgument(
             f"line {reader.line_num} of {path} is not csv ({error}). Close every quotation mark, and save it again."
         ) from None
+    finally:
+        csv.field_size_limit(limit)
     if not rows:
         raise InvalidArgument(f"{path} is empty: it needs a header with the column names, and a row for each record.")
     names, *cells = rows

@@ -5,6 +5,8 @@ A rule is stated in a schema file or a configuration, as a table with one of
     low, high       a number (or a date) from a public range; cut off there, then scaled to [-1, 1]
     centre, scale   a number; (value - centre) / scale
     categories      a list; one column for each, and one for every other value, a missing one included
+    word_counts     a text; how often each word occurs, in this many columns
+    tokens          a text, as this many words, for a model of texts; no other column is used beside it
     use = false     the column is left out
 
 and, for numbers and dates, `missing`, the value used for a missing one. A column without a rule is a number that is used as
@@ -21,13 +23,19 @@ import numpy as np
 
 from clipless.app.data.dataset import Array
 from clipless.app.data.own.reading import Table
+from clipless.app.data.own.texts import TokensColumn, WordCountsColumn
 from clipless.arguments import unknown_name
 from clipless.errors import InvalidArgument
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})  # in any case
 LARGEST = float(np.finfo(np.float32).max)
-KEYS = ("low", "high", "centre", "scale", "categories", "missing", "use")
-EXAMPLES = "low = 0, high = 120, or centre = 40, scale = 15, or categories = ['a', 'b'], or use = false"
+KINDS = (("low", "high"), ("centre", "scale"), ("categories",), ("word_counts",), ("tokens",), ("use",))
+KEYS = (*(key for kind in KINDS for key in kind), "missing")
+MOST_WORDS = 100_000
+EXAMPLES = (
+    "low = 0, high = 120, or centre = 40, scale = 15, or categories = ['a', 'b'], or word_counts = 256 for a text, or "
+    "use = false"
+)
 
 
 class ColumnRule(Protocol):
@@ -109,6 +117,11 @@ class UnusedColumn:
 AS_IT_IS = NumberColumn()
 
 
+def encode(table: Table, rules: Mapping[str, ColumnRule]) -> Array:
+    """The columns of `rules` side by side, in its order."""
+    return np.concatenate([rule.encode(table, name) for name, rule in rules.items()], axis=1)
+
+
 def rule_of(name: str, stated: object) -> ColumnRule:
     """The rule that a schema states for a column. Raises InvalidArgument for one that makes no sense."""
     if not isinstance(stated, Mapping):
@@ -116,15 +129,15 @@ def rule_of(name: str, stated: object) -> ColumnRule:
     for key in stated:
         if key not in KEYS:
             raise unknown_name(f"key in [columns.{_key(name)}]", key, KEYS)
-    kinds = [
-        kind for kind in (("low", "high"), ("centre", "scale"), ("categories",), ("use",)) if set(kind) & {*stated}
-    ]
+    kinds = [kind for kind in KINDS if set(kind) & {*stated}]
     if len(kinds) > 1:
         raise _refusal(name, f"states {' and '.join(kind[0] for kind in kinds)}, which contradict each other: keep one")
-    if kinds and kinds[0] in (("low", "high"), ("centre", "scale")) and not {*kinds[0]} <= {*stated}:
+    if kinds and not {*kinds[0]} <= {*stated}:
         raise _refusal(name, f"lacks {' or '.join({*kinds[0]} - {*stated})}: state both {' and '.join(kinds[0])}")
     if kinds == [("categories",)]:
         return _categories(name, stated)
+    if kinds in ([("word_counts",)], [("tokens",)]):
+        return _text_rule(name, kinds[0][0], stated)
     if "use" in stated:
         if stated["use"] is not False:
             raise _refusal(name, "states use, which can only be false: leave it out to use the column")
@@ -144,6 +157,15 @@ def _categories(name: str, stated: Mapping[str, Any]) -> CategoryColumn:
     if not texts or len(set(texts)) < len(texts):
         raise _refusal(name, "must list at least one category, and each once")
     return CategoryColumn(texts)
+
+
+def _text_rule(name: str, kind: str, stated: Mapping[str, Any]) -> WordCountsColumn | TokensColumn:
+    count = stated[kind]
+    if "missing" in stated:
+        raise _refusal(name, "takes no missing: an empty cell is a text without words")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_WORDS:
+        raise _refusal(name, f"has {kind} that is not a whole number from 1 to {MOST_WORDS}: 256 columns, or 48 words")
+    return WordCountsColumn(count) if kind == "word_counts" else TokensColumn(count)
 
 
 def _number_rule(name: str, stated: Mapping[str, Any]) -> NumberColumn:
