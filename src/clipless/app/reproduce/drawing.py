@@ -24,7 +24,7 @@ class Drawing:
 def panels(columns: int) -> tuple[Any, list[Any]]:
     """A figure with this many panels side by side, narrow enough to be legible on a laptop."""
     made, axes = figure(columns)
-    made.set_size_inches({1: 6.0, 2: 10.5, 3: 13.5}[columns], 4.0)
+    made.set_size_inches({1: 6.0, 2: 10.5}.get(columns, 4.5 * columns), 4.0)
     return made, axes
 
 

@@ -1,22 +1,26 @@
 """Figures of an experiment: bars, curves over a setting, heat maps, thresholds, histograms of norms, reliability."""
 
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 import numpy as np
 
-from clipless.app.charts.drawing import COLOURS, MARKERS
+from clipless.app.charts.drawing import COLOURS, HEIGHT, MARKERS, WIDTH
 from clipless.app.reproduce.configuration import Configuration
 from clipless.app.reproduce.drawing import curve, dress, panels
 from clipless.app.reproduce.measures import THRESHOLDS
 from clipless.app.reproduce.summary import TableLine, metric_name
 
+INCHES_A_LINE = 0.42
+CHARACTERS = 70
 NOTE = {"fontsize": 7, "color": "0.35"}
 
 
 def bars(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
     """A point with its interval for every line, the paper's beside it."""
     figure, (axes,) = panels(1)
+    figure.set_size_inches(WIDTH, max(HEIGHT, INCHES_A_LINE * len(found) + 1))
     labels = [_label(line) for line in found]
     for number, line in enumerate(found):
         axes.errorbar(
@@ -36,9 +40,12 @@ def bars(experiment: Configuration, found: Sequence[TableLine], records: Sequenc
             label=_once("paper", count),
         )
     axes.set_yticks(range(len(found)), labels)
-    axes.invert_yaxis()
-    axes.margins(x=0.15, y=0.12)
-    dress(axes, experiment.title, metric_name(found[0].metric), "", log=experiment.figure.get("log", ""))
+    axes.set_ylim(len(found) - 0.5, -0.6)
+    axes.margins(x=0.15)
+    dress(axes, "", metric_name(found[0].metric), "", log=experiment.figure.get("log", ""), legend=None)
+    figure.suptitle(fill(experiment.title, CHARACTERS), fontsize=10)
+    if theirs:
+        figure.legend(fontsize=8, frameon=False, loc="outside lower right", ncols=2)
     return figure
 
 
@@ -95,14 +102,18 @@ def heat(experiment: Configuration, found: Sequence[TableLine], records: Sequenc
 
 
 def thresholds(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
-    """The released thresholds over training, first seed, one curve for every run that has any."""
-    figure, (axes,) = panels(1)
+    """The released thresholds over training, first seed: a panel for every row, a curve for every run."""
     shown = [one for one in records if one["thresholds"] and one["settings"]["seed"] == 0]
-    for number, record in enumerate(shown):
-        steps = np.linspace(1, record["steps"], len(record["thresholds"]))
-        label = ", ".join([record["row"], *(f"{key} {value}" for key, value in record["point"].items())])
-        curve(axes, number, steps, record["thresholds"], label)
-    dress(axes, "thresholds that the policies released", "step", "threshold", "y")
+    rows = list(dict.fromkeys(record["row"] for record in shown))
+    figure, all_axes = panels(len(rows))
+    for axes, row in zip(all_axes, rows, strict=True):
+        for number, record in enumerate(one for one in shown if one["row"] == row):
+            steps = np.linspace(1, record["steps"], len(record["thresholds"]))
+            label = ", ".join(f"{key} {value}" for key, value in record["point"].items())
+            curve(axes, number, steps, record["thresholds"], label or None)
+        dress(axes, f"{row}: released thresholds", "step", "threshold", "y", legend=None)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     return figure
 
 
@@ -166,7 +177,7 @@ def reliability(experiment: Configuration, found: Sequence[TableLine], records: 
 
 
 def _label(line: TableLine) -> str:
-    return "\n".join([line.row, ", ".join(f"{key} {value}" for key, value in line.point.items())]).strip()
+    return ", ".join([line.row, *(f"{key} {value}" for key, value in line.point.items())])
 
 
 def _once(label: str, number: int) -> str | None:
