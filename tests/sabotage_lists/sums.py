@@ -223,8 +223,8 @@ SABOTAGES = (
     Sabotage(
         "factors-in-half-precision",
         CLIPPING,
-        "return norms.to(torch.promote_types(norms.dtype, torch.float32))",
-        "return norms",
+        "else norms.to(torch.promote_types(norms.dtype, torch.float32))",
+        "else norms",
         (RULES,),
     ),
     Sabotage(
