@@ -5,7 +5,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Collection, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -246,6 +246,11 @@ def _used(state: dict[str, Any]) -> bool:
 
 def _first_outside(frame: FrameType | None) -> FrameType | None:
     """The nearest caller that is not code of clipless or torch."""
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "clipless"):
+    while frame is not None and _is_ours(frame.f_globals.get("__name__")):
         frame = frame.f_back
     return frame
+
+
+@lru_cache(maxsize=1024)
+def _is_ours(module: object) -> bool:
+    return str(module).partition(".")[0] in ("torch", "clipless")

@@ -5,7 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipless.gradients.forms import Form, Instantiated, OuterProducts, Scattered, can_wait, squares_of
+from clipless.gradients.forms import (
+    Addend,
+    Form,
+    Instantiated,
+    OuterProducts,
+    Scattered,
+    add_all,
+    can_wait,
+    squares_of,
+)
 
 KINDS = ("written", "product", "product with bias", "long product", "table", "known", "known product")
 
@@ -59,6 +68,17 @@ def test_a_record_that_is_not_finite_spoils_no_other() -> None:
     found = squares_of([(0, bias), (1, OuterProducts(acts, grads, summed=bias))], 2, records=3)
     assert found[:, [0, 2]].tolist() == [[2.0, 2.0], [8.0, 8.0]]
     assert found[:, 1].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3)], ids=str)
+def test_gradients_that_are_the_same_for_all_records_are_rows_too(shape: tuple[int, ...]) -> None:
+    """Their memory holds one record, whatever the shape of the parameter."""
+    grads = torch.full(shape, 2.0).expand(4, *shape)
+    found = squares_of([(0, Instantiated(grads))], 1, records=4)
+    assert found.tolist() == [pytest.approx([4.0 * grads[0].numel()] * 4)]
+    total = torch.zeros(shape)
+    add_all([Addend(Instantiated(grads), total, torch.ones(4), 1)])
+    assert bool((total == 8.0).all())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +69,15 @@ class Rerun:
         return random_state_of(self.random_state.cuda, self.generators)
 
 
-@dataclass(eq=False)
+def new_anchor() -> Tensor:
+    """A leaf of autograd's graph."""
+    return _ZERO.detach().requires_grad_()
+
+
+_ZERO = torch.zeros((), device="cpu")
+
+
+@dataclass(eq=False, slots=True)
 class ForwardPass:
     """A forward pass through the outermost module.
 
@@ -93,7 +100,7 @@ class ForwardPass:
     steps: set[object] = field(default_factory=set)
     last: str = ""
     rerun: Rerun | None = None
-    anchor: Tensor = field(default_factory=partial(torch.zeros, (), requires_grad=True))
+    anchor: Tensor = field(default_factory=new_anchor)
     outputs: tuple[Tensor, ...] = ()
     places: list[int] = field(default_factory=list)
     out_dims: Dims = ()

@@ -228,7 +228,7 @@ def sq_norm(rows: Tensor) -> Tensor:
 
 def _as_rows(grads: Tensor) -> Tensor:
     """The numbers of each record one after the other, as the compiled functions take them."""
-    return grads if grads.dim() == 2 or grads.is_contiguous() else grads.flatten(1)
+    return grads if grads.dim() == 2 else grads.contiguous()
 
 
 def kept(rows: Tensor, mask: Tensor) -> Tensor:
