@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,14 +70,6 @@ class Rerun:
         return random_state_of(self.random_state.cuda, self.generators)
 
 
-def new_anchor() -> Tensor:
-    """A leaf of autograd's graph."""
-    return _ZERO.detach().requires_grad_()
-
-
-_ZERO = torch.zeros((), device="cpu")
-
-
 @dataclass(eq=False, slots=True)
 class ForwardPass:
     """A forward pass through the outermost module.
@@ -100,7 +93,7 @@ class ForwardPass:
     steps: set[object] = field(default_factory=set)
     last: str = ""
     rerun: Rerun | None = None
-    anchor: Tensor = field(default_factory=new_anchor)
+    anchor: Tensor = field(default_factory=partial(torch.zeros, (), requires_grad=True))
     outputs: tuple[Tensor, ...] = ()
     places: list[int] = field(default_factory=list)
     out_dims: Dims = ()
