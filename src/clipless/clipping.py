@@ -79,7 +79,7 @@ class ByGroup:
 
 def _at_least_float32(norms: Tensor) -> Tensor:
     """The norms in a type in which a factor is not rounded up to more than the threshold allows, as it is in bfloat16."""
-    return norms.to(torch.promote_types(norms.dtype, torch.float32))
+    return norms if norms.dtype is torch.float32 else norms.to(torch.promote_types(norms.dtype, torch.float32))
 
 
 def _usable(norms: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Collection, Mapping
+from functools import lru_cache, partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -163,22 +164,29 @@ class AllOptimizers:
     may run while torch goes through its hooks."""
 
     def __init__(self) -> None:
-        self._guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+        self._guards: dict[int, weakref.ref[Guard]] = {}
         self._handle: RemovableHandle | None = None
 
     def watch(self, guard: Guard) -> None:
-        self._guards.add(guard)
+        self._guards[id(guard)] = weakref.ref(guard, partial(self._drop, id(guard)))
         self._handle = self._handle or register_optimizer_step_pre_hook(self._before_step)
 
     def forget(self, guard: Guard) -> None:
-        self._guards.discard(guard)
+        self._guards.pop(id(guard), None)
         if self._handle is not None and not self._guards:
             self._handle.remove()
             self._handle = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for guard in self._guards:
-            guard.refuse_other(optimizer)
+        for reference in tuple(self._guards.values()):
+            guard = reference()
+            if guard is not None:
+                guard.refuse_other(optimizer)
+
+    def _drop(self, number: int, reference: object) -> None:
+        """A guard was collected; another may have its number by now."""
+        if self._guards.get(number) is reference:
+            del self._guards[number]
 
 
 _EVERYWHERE = AllOptimizers()
@@ -238,6 +246,11 @@ def _used(state: dict[str, Any]) -> bool:
 
 def _first_outside(frame: FrameType | None) -> FrameType | None:
     """The nearest caller that is not code of clipless or torch."""
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "clipless"):
+    while frame is not None and _is_ours(frame.f_globals.get("__name__")):
         frame = frame.f_back
     return frame
+
+
+@lru_cache(maxsize=1024)
+def _is_ours(module: object) -> bool:
+    return str(module).partition(".")[0] in ("torch", "clipless")

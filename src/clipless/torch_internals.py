@@ -54,6 +54,7 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "SpectralNorm",
     "active_wrapper",
+    "applied",
     "current_graph_task",
     "execution_engine",
     "get_eval_frame_callback",
@@ -71,6 +72,12 @@ __all__ = [
 GROUPED_PRODUCTS = {
     found for found in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if found is not None
 }
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without what it does for the transforms of torch.func."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def is_compiled(module: nn.Module) -> bool:

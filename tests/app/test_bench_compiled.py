@@ -35,7 +35,8 @@ needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason="nothing was com
 SYMBOLS = {
     "release": {"clipless_release"},
     "keystream": {"clipless_keystream"},
-    "squared_lengths": {"clipless_squared_lengths"},
+    "squares": {"clipless_squares"},
+    "norms": {"clipless_norms"},
     "add_rows": {"clipless_add_rows"},
     "norm_sums": {"clipless_norm_sums"},
     "conv_rows": {"clipless_conv_rows"},

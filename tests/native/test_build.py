@@ -61,7 +61,12 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
     "rows.c": (
         rows.compiled,
         [
-            ("row[k + lane] * row[k + lane]", "row[k + lane]"),
+            ("sums[chain] += numbers * numbers", "sums[chain] += numbers"),
+            ("sums[0] += numbers * numbers", "sums[0] += numbers"),
+            ("one[b] * other[b]", "one[b]"),
+            ("norm * (float)scale", "norm"),
+            ("norm <= (float)least ? 0 : INFINITY", "0"),
+            ("found |= !counts", "found |= 0"),
             ("for (; k < width; k++)", "for (; k + 1 < width; k++)"),
             ("if (!keeps)", "if (keeps)"),
             ("fc * c[k] + fd * d[k]", "fc * c[k]"),
@@ -221,6 +226,10 @@ def results() -> list[Tensor]:
     gradients = torch.randn(64, 9001, generator=generator)
     total = torch.randn(9001, generator=generator)
     rows.add_rows([rows.Weighted(total, gradients, torch.linspace(0, 1, 64), beta=1)])
+    product = torch.zeros(201, 100)
+    rows.add_products(
+        [rows.Product(product, gradients[:, :201].clone(), gradients[:, :100].clone(), total[:64], beta=0)]
+    )
     states = torch.randn(16, 64, 200, generator=generator)
     lstm = torch.nn.LSTM(200, 100)
     with torch.no_grad():
@@ -231,7 +240,7 @@ def results() -> list[Tensor]:
     result = forward(CELLS["lstm"], [[weights]], states, (zeros, zeros), [64] * 16)
     noised = noise_source("seeded", 3).release("gradient", 5, [gradients, total], [0.5, 2.0])
     sums = norm_sums.norm_sums(states.transpose(0, 1).contiguous(), torch.ones(64, 16, 200), 1, 1e-5, centred=True)
-    return [rows.squared_lengths([gradients]), total, result.output, *noised, *sums]
+    return [rows.squared_lengths([gradients]), total, product, result.output, *noised, *sums]
 
 
 def test_no_result_depends_on_the_number_of_threads(restored: None) -> None:

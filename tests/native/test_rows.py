@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clipless.gradients.forms import Addend, Instantiated, OuterProducts, add_all, sq_norms_of
+from clipless.gradients.forms import Addend, Instantiated, OuterProducts, add_all, squares_of
 from clipless.gradients.layers import norm_sums
 from clipless.gradients.layers.norm_sums import compiled as compiled_sums
 from clipless.native import rows
-from clipless.native.rows import Weighted, add_rows, squared_lengths
+from clipless.native.rows import Weighted, add_rows, norms, squared_lengths
 from compiling import needs_library
 
 WIDTHS = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([2047, 2048, 2049, 9000])), min_size=1, max_size=5)
@@ -60,6 +60,24 @@ def test_sums(widths: list[int], records: int, beta: int, seed: int) -> None:
         torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_that_are_no_numbers_are_infinite_and_small_ones_zero(dtype: torch.dtype) -> None:
+    squared = torch.tensor([[9.0, 0.0, 1e-31, 1.1e-30, math.nan, math.inf, -1.0]], dtype=torch.float64)
+    found, usual = norms(squared.clone(), dtype, 2.0, 1e-15)
+    expected = torch.tensor([[6.0, 0.0, 0.0, 2 * 1.1e-30**0.5, math.inf, math.inf, math.inf]], dtype=dtype)
+    torch.testing.assert_close(found, expected)
+    assert not usual
+    for k in range(squared.shape[1]):
+        assert norms(squared[:, k : k + 1].clone(), dtype, 2.0, 1e-15)[1] == (k in (0, 3))
+    assert norms(squared[:, :0].clone(), dtype, 2.0, 1e-15)[1]
+
+
+def test_a_square_beyond_float32_is_infinite_there() -> None:
+    squared = torch.tensor([[1e39]], dtype=torch.float64)
+    assert norms(squared.clone(), torch.float32, 1.0, 1e-15) == (torch.tensor([[math.inf]]), False)
+    assert norms(squared.clone(), torch.float64, 1.0, 1e-15)[1]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("place", [0, 15, 16, 36])
 def test_a_length_is_never_finite_where_the_row_is_not(bad: float, place: int) -> None:
@@ -96,10 +114,12 @@ def test_pieces_of_every_kind_together() -> None:
     known = Instantiated(numbers(4, 9))
     known.sq_norms
     forms = [product, small, known, large]
-    order, found = sq_norms_of(forms)
-    assert sorted(order) == [0, 1, 2, 3]
-    for k, norms in zip(order, found, strict=True):
-        torch.testing.assert_close(norms, forms[k].per_record().double().flatten(1).square().sum(1), rtol=1e-5, atol=0)
+    exact = [form.per_record().double().flatten(1).square().sum(1) for form in forms]
+    found = squares_of(list(enumerate(forms)), 4, records=4)
+    torch.testing.assert_close(found, torch.stack(exact), rtol=1e-5, atol=0)
+    together = squares_of(list(zip((1, 0, 1, 0), forms, strict=True)), 3, records=4)
+    sums = torch.stack([exact[1] + exact[3], exact[0] + exact[2], torch.zeros(4)])
+    torch.testing.assert_close(together, sums.double(), rtol=1e-5, atol=0)
     factors = torch.linspace(0, 1, 4)
     totals = [torch.zeros(form.per_record().shape[1:]) for form in forms]
     add_all(Addend(form, total, factors, 0) for form, total in zip(forms, totals, strict=True))

@@ -47,8 +47,8 @@ SABOTAGES = (
     Sabotage(
         "modules-may-be-added",
         WATCH,
-        "if self._contents_of(module) != contents:",
-        "if self._contents_of(module) is None:",
+        "if now != self._contents:",
+        "if now is None:",
         (f"{PROMISES}::test_modules_that_come_later_are_seen_at_the_next_pass",),
     ),
     Sabotage(

@@ -115,8 +115,8 @@ SABOTAGES = (
     Sabotage(
         "chain-gives-earlier-keys",
         KEYS,
-        "expanded = keystream(key, 0, KEY * (use + 1))\n        found = expanded[KEY * use :]",
-        "expanded = keystream(key, 0, KEY * (use + 1))\n        found = expanded[:KEY]",
+        "return keystream(self._key, KEY // 16 * use, KEY)",
+        "return keystream(self._key, 0, KEY)",
         (f"{TESTS}/test_keys.py::test_a_chain_is_what_the_documentation_says",),
     ),
     Sabotage(

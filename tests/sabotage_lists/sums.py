@@ -48,23 +48,30 @@ SABOTAGES = (
     Sabotage(
         "norms-of-a-mean-loss",
         SUMS,
-        "0.0).mul_(micro.scale)",
-        "0.0)",
+        "norms(squares, self._dtype, micro.scale, ",
+        "norms(squares, self._dtype, 1.0, ",
         (f"{RELEASES}::test_each_release_of_a_flat_run[abadi-uniform-None]",),
     ),
     Sabotage(
         "tiny-norms-count",
         SUMS,
-        "F.threshold(norms, least_norm(norms.dtype), 0.0)",
-        "norms.clone()",
+        "least_norm(self._dtype))",
+        "-1.0)",
         (f"{NUMBERS}::test_no_record_is_too_small_for_the_bound",),
     ),
     Sabotage(
         "norms-of-zero-get-a-factor",
         SUMS,
-        ".masked_fill(norms == 0, 0.0)",
-        "",
+        "factors = factors.masked_fill(values == 0, 0.0)",
+        "pass",
         (f"{NUMBERS}::test_no_record_is_too_small_for_the_bound",),
+    ),
+    Sabotage(
+        "no-norm-is-unusual",
+        SUMS,
+        "if not norms.usual and",
+        "if False and",
+        (f"{ENGINE}::test_a_non_finite_record_contributes_nothing_and_changes_nothing",),
     ),
     Sabotage(
         "records-that-are-not-finite-are-added",
@@ -83,15 +90,15 @@ SABOTAGES = (
     Sabotage(
         "mask-of-other-records-in-chunks",
         SUMS,
-        "norms.masked_fill_(micro.broken[some], torch.inf)",
-        "norms.masked_fill_(micro.broken[: norms.shape[1]], torch.inf)",
+        "values.masked_fill_(micro.broken[some], torch.inf)",
+        "values.masked_fill_(micro.broken[: values.shape[1]], torch.inf)",
         (CHUNKS,),
     ),
     Sabotage(
         "threshold-of-another-group-in-chunks",
         SUMS,
-        "self._sum(micro, [{name: part}], norms[-1], [group], self._sums)",
-        "self._sum(micro, [{name: part}], norms[-1], [0], self._sums)",
+        "self._sum(micro, [{name: part}], parts[-1], [group], self._sums)",
+        "self._sum(micro, [{name: part}], parts[-1], [0], self._sums)",
         (CHUNKS,),
     ),
     Sabotage(
@@ -181,8 +188,8 @@ SABOTAGES = (
     Sabotage(
         "bias-missing-from-the-norm",
         SUMS,
-        "            for form in self._open[number].held.values():\n",
-        "            for form in list(self._open[number].held.values())[-1:]:\n",
+        "for form in self._open[number].held.values()]",
+        "for form in list(self._open[number].held.values())[-1:]]",
         (f"{ENGINE}::test_engine_agrees_with_oracle",),
     ),
     Sabotage(
@@ -216,8 +223,8 @@ SABOTAGES = (
     Sabotage(
         "factors-in-half-precision",
         CLIPPING,
-        "return norms.to(torch.promote_types(norms.dtype, torch.float32))",
-        "return norms",
+        "else norms.to(torch.promote_types(norms.dtype, torch.float32))",
+        "else norms",
         (RULES,),
     ),
     Sabotage(

@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipless.clipping import least_norm
 from clipless.gradients.capture import messages
 from clipless.gradients.capture.micro_batch import MicroBatch
 from clipless.gradients.capture.model_map import ModelMap
-from clipless.gradients.forms import Addend, Form, Instantiated, add_all, can_wait, combine, sq_norms_of, widest
+from clipless.gradients.forms import Addend, Form, Instantiated, add_all, can_wait, combine, squares_of, widest
 from clipless.gradients.kernels import Kernels, MemoryBudget, chunk_bytes
 from clipless.gradients.shards import Shards
+from clipless.native.rows import norms
 from clipless.partition import Partition
 
 Factors = Callable[[Tensor, Sequence[int]], Tensor]
@@ -116,11 +117,11 @@ class ClippedSums:
             self._begin(micro)
         left = [number for number, group in enumerate(self._open) if group.norms is None]
         if left:
-            norms = self._norms(micro, self._squares(micro, left))
+            found = self._norms(micro, self._squares(micro, left))
             if self._shards is None:
-                self._add(micro, left, norms)
+                self._add(micro, left, found)
             else:
-                self._scatter(micro, norms, self._shards)
+                self._scatter(micro, found, self._shards)
         if self._observe is not None:
             self._observe(torch.stack([group.norms for group in self._open if group.norms is not None]))
         self._micro, self._open = None, []
@@ -143,27 +144,28 @@ class ClippedSums:
         self, micro: MicroBatch, group: int, name: str, form: Form, method: str, chunks: list[slice]
     ) -> None:
         """Clip and add a group whose last form is computed for some records at a time."""
-        others, norms = self._squares(micro, [group])[0], []
+        others, parts = self._squares(micro, [group])[0], []
         for some in chunks:
             part = form.rows(some).by(method)
-            norms.append(self._norms(micro, (others[some] + part.sq_norms).unsqueeze(0), some))
-            self._sum(micro, [{name: part}], norms[-1], [group], self._sums)
-        self._add(micro, [group], torch.cat(norms, 1))
+            parts.append(self._norms(micro, (others[some] + part.sq_norms).unsqueeze(0), some))
+            self._sum(micro, [{name: part}], parts[-1], [group], self._sums)
+        together = torch.cat([norms.values for norms in parts], 1)
+        self._add(micro, [group], Norms(together, all(norms.usual for norms in parts)))
 
-    def _add(self, micro: MicroBatch, groups: list[int], norms: Tensor) -> None:
-        """Clip the forms held for these groups by the norms [g,b], and add them to the sums."""
+    def _add(self, micro: MicroBatch, groups: list[int], norms: "Norms") -> None:
+        """Clip the forms held for these groups by the norms, and add them to the sums."""
         held = [self._open[group].held for group in groups]
         self._sum(micro, held, norms, groups, self._sums)
         for row, number in enumerate(groups):
             group = self._open[number]
-            group.norms, group.held = norms[row], {}
+            group.norms, group.held = norms.values[row], {}
             self._ready.pop(number, None)
 
     def _sum(
         self,
         micro: MicroBatch,
         held: list[dict[str, Form]],
-        norms: Tensor,
+        norms: "Norms",
         groups: list[int],
         sums: "dict[str, RunningSum]",
     ) -> None:
@@ -171,11 +173,13 @@ class ClippedSums:
         if not any(held):
             return
         self._added = True
-        factors = self._factors(norms, groups).masked_fill(norms == 0, 0.0)
+        factors, values, finite = self._factors(norms.values, groups), norms.values, None
+        if not norms.usual and values.numel():
+            factors = factors.masked_fill(values == 0, 0.0)
+            finite = values < torch.inf if float(values.max()) == torch.inf else None
         if micro.scale != 1.0:
             factors = factors * micro.scale
-        records = norms.shape[1]
-        finite = norms < torch.inf if records and float(norms.max()) == torch.inf else None
+        records = values.shape[1]
         for first in range(0, records, BLOCK):
             some, addends = slice(first, min(first + BLOCK, records)), []
             for row, forms in enumerate(held):
@@ -190,8 +194,8 @@ class ClippedSums:
                     addends.append(Addend(few, running.block, own, beta))
             add_all(addends)
 
-    def _scatter(self, micro: MicroBatch, norms: Tensor, shards: Shards) -> None:
-        """Clip everything by the norms [G,b], and add this process's part of each sum over all processes."""
+    def _scatter(self, micro: MicroBatch, norms: "Norms", shards: Shards) -> None:
+        """Clip everything by the norms of all groups, and add this process's part of each sum over all processes."""
         self._added = True
         shards.divide()
         for name, part in shards.scattered(self._one_by_one(micro, norms)):
@@ -202,38 +206,39 @@ class ClippedSums:
                 running.block += part
             else:
                 running.block.copy_(part)
-        for group, own in zip(self._open, norms, strict=True):
+        for group, own in zip(self._open, norms.values, strict=True):
             group.norms = own
 
-    def _one_by_one(self, micro: MicroBatch, norms: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _one_by_one(self, micro: MicroBatch, norms: "Norms") -> Iterator[tuple[str, Tensor]]:
         """Every parameter's clipped sum, in memory of its own, zeros where it has none. What was held for it is dropped."""
         for name, parameter in self._parameters.items():
             number, sums = self._groups.group_of[name], dict[str, RunningSum]()
             form = self._open[number].held.pop(name, None)
             if form is not None:
-                self._sum(micro, [{name: form}], norms[number : number + 1], [number], sums)
+                own = Norms(norms.values[number : number + 1], norms.usual)
+                self._sum(micro, [{name: form}], own, [number], sums)
             yield name, (sums[name] if sums else RunningSum(parameter)).total()
 
     def _squares(self, micro: MicroBatch, groups: list[int]) -> Tensor:
         """Squared norms of the forms held for these groups, [g,b]."""
-        rows, forms = [], []
-        for row, number in enumerate(groups):
-            for form in self._open[number].held.values():
-                rows.append(row)
-                forms.append(form)
-        order, found = sq_norms_of(forms) if forms else ([], None)
-        if found is not None and len(groups) == 1:
-            return found.sum(0, keepdim=True)
-        squares = torch.zeros(len(groups), micro.records, dtype=widest(self._device), device=self._device)
-        if found is not None:
-            squares.index_add_(0, torch.tensor(list(map(rows.__getitem__, order)), device=self._device), found)
-        return squares
+        forms = [(row, form) for row, number in enumerate(groups) for form in self._open[number].held.values()]
+        if not forms:
+            return torch.zeros(len(groups), micro.records, dtype=widest(self._device), device=self._device)
+        return squares_of(forms, len(groups), micro.records)
 
-    def _norms(self, micro: MicroBatch, squares: Tensor, some: slice = slice(None)) -> Tensor:
+    def _norms(self, micro: MicroBatch, squares: Tensor, some: slice = slice(None)) -> "Norms":
         """Norms of some records: infinite if the norm or the record's data are not finite, zero if too small to count."""
-        norms = squares.to(self._dtype).sqrt().nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        norms = F.threshold(norms, least_norm(norms.dtype), 0.0).mul_(micro.scale)
-        return norms if micro.broken is None else norms.masked_fill_(micro.broken[some], torch.inf)
+        values, usual = norms(squares, self._dtype, micro.scale, least_norm(self._dtype))
+        if micro.broken is None:
+            return Norms(values, usual)
+        return Norms(values.masked_fill_(micro.broken[some], torch.inf), usual=False)
+
+
+class Norms(NamedTuple):
+    """The norms of some records in some groups, [g,b]; in the `usual` case none of them is zero or infinite."""
+
+    values: Tensor
+    usual: bool
 
 
 @dataclass

@@ -168,10 +168,17 @@ __attribute__((target("vaes,avx512f,avx512bw"))) static void wide_keystream(cons
 #define wide_keystream keystream
 #endif
 
+/* The processor is asked once: on a virtual machine the question leaves it, which takes longer than a small release. */
 static int has_wide_cipher(void) {
-    unsigned a, b, c, d;
-    return WIDE && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 9 & 1);
+    static int known;
+    if (!known) {
+        unsigned a, b, c, d;
+        known = WIDE && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 9 & 1)
+                    ? 1
+                    : -1;
+    }
+    return known > 0;
 }
 
 /* So many blocks of 16 bytes under a key, from the counter of these two halves on; the lower half must not overflow. */

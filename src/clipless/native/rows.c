@@ -1,5 +1,5 @@
-/* Gradients per record, written out as rows or as outer products of rows: their squared lengths, and their sums by weights,
-   for many tensors at once.
+/* Gradients per record, written out as rows or as outer products of rows: their squared lengths, what these add up to, and
+   their sums by weights, for many tensors at once.
 
    Tensor k has `records` rows of widths[k] numbers, one after the other. */
 
@@ -7,7 +7,8 @@
 
 /* So many columns of a total stay in the nearest cache while the rows go by, four at a time. */
 #define COLUMNS 2048
-#define CHAINS 64
+/* So many sums of lanes are under way at once. */
+#define CHAINS 4
 /* So many squares are added up in float, 16 in each lane, and the rest in double. */
 #define SQUARES 1024
 /* Squares below this lose digits to underflow. */
@@ -15,20 +16,33 @@
 /* Rows are added up in runs, and the runs in the total, so that rounding errors stay small for many records. */
 #define RUN 64
 
-FOR_EACH_PROCESSOR
-static double squared_length(const float *row, int64_t width) {
+/* The sum of all lanes, halves first. */
+INLINE float added_up(lanes sums) {
+    float four[4], last[LANES];
+    memcpy(last, &sums, sizeof last);
+    for (int half = LANES / 2; half > 2; half /= 2)
+        for (int lane = 0; lane < half; lane++)
+            last[lane] += last[lane + half];
+    memcpy(four, last, sizeof four);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+INLINE double squared_length(const float *restrict row, int64_t width) {
     double total = 0;
     int64_t k = 0;
-    while (k + CHAINS <= width) {
-        float sums[CHAINS] = {0};
-        int64_t end = width - k < SQUARES ? width - CHAINS : k + SQUARES - CHAINS;
-        for (; k <= end; k += CHAINS)
-            for (int lane = 0; lane < CHAINS; lane++)
-                sums[lane] += row[k + lane] * row[k + lane];
-        for (int half = CHAINS / 2; half; half /= 2)
-            for (int lane = 0; lane < half; lane++)
-                sums[lane] += sums[lane + half];
-        total += sums[0];
+    while (k + LANES <= width) {
+        lanes sums[CHAINS] = {{0}};
+        int64_t end = width - k < SQUARES ? width : k + SQUARES;
+        for (; k + CHAINS * LANES <= end; k += CHAINS * LANES)
+            for (int chain = 0; chain < CHAINS; chain++) {
+                lanes numbers = *(const lanes *)(row + k + chain * LANES);
+                sums[chain] += numbers * numbers;
+            }
+        for (; k + LANES <= end; k += LANES) {
+            lanes numbers = *(const lanes *)(row + k);
+            sums[0] += numbers * numbers;
+        }
+        total += added_up((sums[0] + sums[2]) + (sums[1] + sums[3]));
     }
     for (; k < width; k++)
         total += (double)row[k] * row[k];
@@ -40,14 +54,48 @@ static double squared_length(const float *row, int64_t width) {
     return total;
 }
 
-/* The squared length of every row, [tensors,records]. */
-void clipless_squared_lengths(const float *const *rows, const int64_t *widths, int64_t tensors, int64_t records,
-                              double *lengths, int64_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t k = 0; k < tensors * records; k++) {
-        int64_t tensor = k / records, width = widths[tensor];
-        lengths[k] = squared_length(rows[tensor] + k % records * width, width);
+FOR_EACH_PROCESSOR
+static void lengths_of(const float *restrict rows, int64_t width, int64_t records, double *restrict lengths) {
+    for (int64_t b = 0; b < records; b++)
+        lengths[b] = squared_length(rows + b * width, width);
+}
+
+/* squares [groups,records], the sum of the group's terms: the squared length of the row of one tensor, times that of another
+   unless its number is negative. `lengths` is room for [tensors,records]. Every thread has an equal share of the rows of all
+   tensors. */
+void clipless_squares(const float *const *rows, const int64_t *widths, int64_t tensors, double *lengths,
+                      const int64_t *terms, int64_t count, double *squares, int64_t groups, int64_t records,
+                      int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t thread = 0; thread < threads; thread++) {
+        int64_t from = tensors * records * thread / threads, to = tensors * records * (thread + 1) / threads;
+        for (int64_t k = 0; k < tensors; k++) {
+            int64_t row = from > k * records ? from - k * records : 0;
+            int64_t end = to - k * records < records ? to - k * records : records;
+            if (row < end)
+                lengths_of(rows[k] + row * widths[k], widths[k], end - row, lengths + k * records + row);
+        }
     }
+    memset(squares, 0, groups * records * sizeof *squares);
+    for (int64_t k = 0; k < count; k++, terms += 3) {
+        double *restrict sum = squares + terms[0] * records;
+        const double *one = lengths + terms[1] * records, *other = lengths + (terms[2] < 0 ? 0 : terms[2]) * records;
+        for (int64_t b = 0; b < records; b++)
+            sum[b] += terms[2] < 0 ? one[b] : one[b] * other[b];
+    }
+}
+
+/* Norms times a scale, from their squares: infinite if not finite, zero if not above `least`. Whether there is any such norm
+   is left in `unusual`. */
+void clipless_norms(const double *squares, float *norms, int64_t count, double scale, double least, int64_t *unusual) {
+    int64_t found = 0;
+    for (int64_t k = 0; k < count; k++) {
+        float norm = sqrtf((float)squares[k]);
+        int counts = norm > (float)least && norm <= FLT_MAX;
+        found |= !counts;
+        norms[k] = counts ? norm * (float)scale : norm <= (float)least ? 0 : INFINITY;
+    }
+    *unusual = found;
 }
 
 /* sum [columns] plus the rows times their factors. */
@@ -117,12 +165,14 @@ INLINE const float *last_columns(const float *restrict right, int64_t records, i
     return room;
 }
 
+/* The rows of a sum from number `row` up to `end`. */
 FOR_EACH_PROCESSOR
 static void add_product(float *restrict total, const float *restrict left, const float *restrict right,
-                        const float *restrict factors, int64_t outputs, int64_t width, int64_t records, int64_t keeps) {
+                        const float *restrict factors, int64_t outputs, int64_t width, int64_t records, int64_t keeps,
+                        int64_t row, int64_t end) {
     float room[RUN * LANES];
     if (!keeps)
-        memset(total, 0, outputs * width * sizeof *total);
+        memset(total + row * width, 0, (end - row) * width * sizeof *total);
     for (int64_t run = 0; run < records; run += RUN) {
         int64_t count = records - run < RUN ? records - run : RUN;
         for (int64_t k = 0; k < width; k += LANES) {
@@ -130,17 +180,25 @@ static void add_product(float *restrict total, const float *restrict left, const
             const float *some = right + run * width + k;
             if (columns < LANES)
                 some = last_columns(some, count, width, columns, room);
-            for (int64_t o = 0; o < outputs; o += ROWS)
+            for (int64_t o = row; o < end; o += ROWS)
                 multiply(left + run * outputs + o, 1, outputs, factors + run, some, stride, count, total + o * width + k,
-                         width, columns, outputs - o < ROWS ? outputs - o : ROWS, 0);
+                         width, columns, end - o < ROWS ? end - o : ROWS, 0);
         }
     }
 }
 
-/* Sum k has outputs[k] rows of widths[k] numbers; what is there is kept, or not. */
+/* Sum k has outputs[k] rows of widths[k] numbers; what is there is kept, or not. Every thread has an equal share of the rows
+   of each sum. */
 void clipless_add_products(float *const *totals, const float *const *lefts, const float *const *rights,
                            const float *const *factors, const int64_t *outputs, const int64_t *widths, const int64_t *keeps,
-                           int64_t sums, int64_t records) {
-    for (int64_t k = 0; k < sums; k++)
-        add_product(totals[k], lefts[k], rights[k], factors[k], outputs[k], widths[k], records, keeps[k]);
+                           int64_t sums, int64_t records, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t thread = 0; thread < threads; thread++)
+        for (int64_t k = 0; k < sums; k++) {
+            int64_t tiles = (outputs[k] + ROWS - 1) / ROWS, row = tiles * thread / threads * ROWS;
+            int64_t end = tiles * (thread + 1) / threads * ROWS;
+            if (row < end)
+                add_product(totals[k], lefts[k], rights[k], factors[k], outputs[k], widths[k], records, keeps[k], row,
+                            end < outputs[k] ? end : outputs[k]);
+        }
 }

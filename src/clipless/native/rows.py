@@ -4,6 +4,7 @@ Most parameters are small, and several calls of torch for each take longer than 
 float32 in main memory; torch does the same, tensor by tensor, for everything else and where nothing was compiled.
 """
 
+import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clipless.native.library import COUNT, POINTER, WORTH_A_THREAD, checked, function, threads
@@ -23,14 +25,16 @@ UNDERFLOW = 1e-30
 FEW = WORTH_A_THREAD // 4
 # Beyond so many products a matrix product of torch, in several threads, is faster.
 MOST = 2**21
+# So many products take as long as a byte that is read.
+OPERATIONS = 4
 
 
 class Weighted(NamedTuple):
     """A sum to be made: total [n] = beta·total + Σ_b factors[b]·rows[b], in place; with beta = 0 whatever was there is
     forgotten."""
 
-    total: Tensor  # [n]
-    rows: Tensor  # [b,n]
+    total: Tensor  # [...], n numbers
+    rows: Tensor  # [b,...], n numbers of each record
     factors: Tensor  # [b]
     beta: int
 
@@ -40,31 +44,58 @@ class Product(NamedTuple):
     contents are ignored."""
 
     total: Tensor  # [o,i]
-    left: Tensor  # [b,o]
-    right: Tensor  # [b,i]
+    left: Tensor  # [b,...], o numbers of each record
+    right: Tensor  # [b,...], i numbers
     factors: Tensor  # [b]
     beta: int
 
 
+# The number of a group, of a tensor, and of another tensor or -1.
+Term = tuple[int, int, int]
+
+
 class Rows(NamedTuple):
     """The compiled functions. They take contiguous float32 tensors in main memory, all with the same number of rows; for
-    anything else the first returns None and the others False, and nothing was done."""
+    anything else they return None or False, and nothing was done."""
 
-    squared_lengths: Callable[[Sequence[Tensor]], Tensor | None]
+    squares: Callable[[Sequence[Tensor], Sequence[Term], int], Tensor | None]
+    norms: Callable[[Tensor, torch.dtype, float, float], tuple[Tensor, bool] | None]
     add_rows: Callable[[Sequence[Weighted]], bool]
     add_products: Callable[[Sequence[Product]], bool]
 
 
 def squared_lengths(rows: Sequence[Tensor]) -> Tensor:
-    """‖row‖² for every row of tensors [b,n] of any widths n, [len(rows),b], in float64 where the device has it.
+    """‖row‖² for every row of tensors [b,...] of any shapes, [len(rows),b], in float64 where the device has it.
 
     >>> squared_lengths([torch.tensor([[3.0, 4.0]]), torch.ones(1, 5)])
     tensor([[25.],
             [ 5.]], dtype=torch.float64)
     """
+    return squares(rows, [(k, k, -1) for k in range(len(rows))], len(rows))
+
+
+def squares(rows: Sequence[Tensor], terms: Sequence[Term], groups: int) -> Tensor:
+    """Sums of squared lengths for so many groups, [groups,b], in float64 where the device has it: a term (group, k, j) adds
+    ‖row of tensor k‖²·‖row of tensor j‖² to its group, without the second factor if j is negative.
+
+    >>> squares([torch.tensor([[3.0, 4.0]]), torch.ones(1, 5)], [(0, 0, 1), (0, 1, -1)], 1)
+    tensor([[130.]], dtype=torch.float64)
+    """
     fast = compiled()
-    found = None if fast is None else fast.squared_lengths(rows)
-    return lengths_by_torch(rows) if found is None else found
+    found = None if fast is None else fast.squares(rows, terms, groups)
+    return squares_by_torch(rows, terms, groups) if found is None else found
+
+
+def norms(squared: Tensor, dtype: torch.dtype, scale: float, least: float) -> tuple[Tensor, bool]:
+    """Roots of these numbers, which may be overwritten, times a scale: infinite if not finite, zero if not above `least`.
+    Also whether none of them is infinite or zero.
+
+    >>> norms(torch.tensor([[4.0, 1e-9, torch.nan]]), torch.float32, 3.0, 1e-3)
+    (tensor([[6., 0., inf]]), False)
+    """
+    fast = compiled()
+    found = None if fast is None else fast.norms(squared, dtype, scale, least)
+    return norms_by_torch(squared, dtype, scale, least) if found is None else found
 
 
 def add_rows(sums: Sequence[Weighted]) -> None:
@@ -95,7 +126,7 @@ def add_products(sums: Sequence[Product]) -> None:
 
 def products_by_torch(sums: Sequence[Product]) -> None:
     for total, left, right, factors, beta in sums:
-        weights = factors.to(left.dtype).unsqueeze(1)
+        left, right, weights = _flat(left), _flat(right), factors.to(left.dtype).unsqueeze(1)
         if right.shape[1] < left.shape[1]:
             right = right * weights
         else:
@@ -103,8 +134,27 @@ def products_by_torch(sums: Sequence[Product]) -> None:
         torch.addmm(total, left.mT, right, beta=beta, out=total)
 
 
-def lengths_by_torch(rows: Sequence[Tensor]) -> Tensor:
-    return torch.stack([_lengths(tensor) for tensor in rows])
+def squares_by_torch(rows: Sequence[Tensor], terms: Sequence[Term], groups: int) -> Tensor:
+    lengths = torch.stack([_lengths(_flat(tensor)) for tensor in rows])
+    which, one, other = torch.tensor(terms, device=lengths.device).unbind(1)
+    added = lengths[one] * torch.where((other < 0).unsqueeze(1), 1.0, lengths[other])
+    return lengths.new_zeros(groups, lengths.shape[1]).index_add_(0, which, added)
+
+
+def norms_by_torch(squared: Tensor, dtype: torch.dtype, scale: float, least: float) -> tuple[Tensor, bool]:
+    found = squared.to(dtype).sqrt_()
+    usual = not found.numel()
+    if not usual:
+        lowest, highest = found.aminmax()  # a norm that is NaN makes both NaN, and no comparison true
+        usual = float(lowest) > least and float(highest) < torch.inf
+    if not usual:
+        found = F.threshold(found.nan_to_num_(nan=torch.inf, posinf=torch.inf), least, 0.0)
+    return found.mul_(scale), usual
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """[b,...] as [b,n]."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
 
 
 def _lengths(rows: Tensor) -> Tensor:
@@ -122,7 +172,8 @@ def _lengths(rows: Tensor) -> Tensor:
 
 def sums_by_torch(sums: Sequence[Weighted]) -> None:
     for total, rows, factors, beta in sums:
-        torch.addmv(total, rows.mT, factors.to(rows.dtype), beta=beta, out=total)
+        flat = total.view(-1)
+        torch.addmv(flat, _flat(rows).mT, factors.to(rows.dtype), beta=beta, out=flat)
 
 
 @functools.lru_cache(maxsize=64)
@@ -133,64 +184,80 @@ def widest(device: torch.device) -> torch.dtype:
 
 def build(library: Path) -> Rows | None:
     """The compiled functions of a library, if it has them."""
-    lengths = function(library, "clipless_squared_lengths", POINTER, POINTER, COUNT, COUNT, POINTER, COUNT)
+    square = function(library, "clipless_squares", *[POINTER, POINTER, COUNT] * 2, POINTER, *[COUNT] * 3)
+    root = function(library, "clipless_norms", *[POINTER] * 2, COUNT, *[ctypes.c_double] * 2, POINTER)
     add = function(library, "clipless_add_rows", *[POINTER] * 5, *[COUNT] * 3)
-    multiply = function(library, "clipless_add_products", *[POINTER] * 7, *[COUNT] * 2)
-    if lengths is None or add is None or multiply is None:
+    multiply = function(library, "clipless_add_products", *[POINTER] * 7, *[COUNT] * 3)
+    if square is None or root is None or add is None or multiply is None:
         return None
 
-    def squared_lengths(rows: Sequence[Tensor]) -> Tensor | None:
+    def squares(rows: Sequence[Tensor], terms: Sequence[Term], groups: int) -> Tensor | None:
         count, records = len(rows), rows[0].shape[0]
         places, widths, numbers = (POINTER * count)(), (COUNT * count)(), 0
         for k, tensor in enumerate(rows):
-            if tensor.dtype is not torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
+            if not _fits(tensor) or tensor.shape[0] != records:
                 return None
-            if tensor.shape[0] != records:
-                return None
-            places[k], widths[k] = tensor.data_ptr(), tensor.shape[1]
-            numbers += tensor.numel()
-        found = torch.empty(count, records, dtype=torch.float64)
-        lengths(places, widths, count, records, found.data_ptr(), 1 if numbers < FEW else threads(4 * numbers))
+            places[k], size = tensor.data_ptr(), tensor.numel()
+            widths[k] = size // max(records, 1)
+            numbers += size
+        room, found = (torch.empty(size, records, dtype=torch.float64) for size in (count, groups))
+        listed, workers = (COUNT * (3 * len(terms)))(*itertools.chain(*terms)), 1 if numbers < FEW else threads(numbers)
+        sizes = (count, room.data_ptr(), listed, len(terms), found.data_ptr(), groups, records)
+        square(places, widths, *sizes, workers)
         return found
 
+    def norms(squared: Tensor, dtype: torch.dtype, scale: float, least: float) -> tuple[Tensor, bool] | None:
+        if dtype is not torch.float32 or squared.dtype is not torch.float64 or not squared.is_cpu:
+            return None
+        squared, unusual = squared.contiguous(), COUNT()
+        found = torch.empty_like(squared, dtype=dtype)
+        root(squared.data_ptr(), found.data_ptr(), found.numel(), scale, least, ctypes.byref(unusual))
+        return found, not unusual.value
+
+    return Rows(squares, norms, _rows(add), _products(multiply))
+
+
+def _fits(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+
+
+def _rows(add: Callable[..., None]) -> Callable[[Sequence[Weighted]], bool]:
     def add_rows(sums: Sequence[Weighted]) -> bool:
-        count, records, numbers, kept = len(sums), sums[0].rows.shape[0], 0, []
-        places = [(POINTER * count)() for _ in range(3)]
+        count, records, numbers = len(sums), sums[0].rows.shape[0], 0
+        totals, given, factors = (POINTER * count)(), (POINTER * count)(), (POINTER * count)()
         widths, betas = (COUNT * count)(), (COUNT * count)()
-        for k, (total, rows, factors, beta) in enumerate(sums):
-            if total.dtype is not torch.float32 or not total.is_cpu or not total.is_contiguous():
+        for k, (total, rows, weights, beta) in enumerate(sums):
+            width = total.numel()
+            if not _fits(total) or not _fits(rows) or rows.shape[0] != records or rows.numel() != records * width:
                 return False
-            if rows.dtype is not torch.float32 or not rows.is_cpu or not rows.is_contiguous():
+            if not _fits(weights) or weights.shape != (records,):
                 return False
-            if rows.shape != (records, total.shape[0]) or factors.shape != (records,):
-                return False
-            factors = factors.to(torch.float32).contiguous()
-            kept.append(factors)
-            places[0][k], places[1][k], places[2][k] = total.data_ptr(), rows.data_ptr(), factors.data_ptr()
-            widths[k], betas[k] = rows.shape[1], beta
-            numbers += rows.numel()
-        add(*places, widths, betas, count, records, 1 if numbers < FEW else threads(4 * numbers))
+            totals[k], given[k], factors[k] = total.data_ptr(), rows.data_ptr(), weights.data_ptr()
+            widths[k], betas[k] = width, beta
+            numbers += records * width
+        add(totals, given, factors, widths, betas, count, records, 1 if numbers < FEW else threads(4 * numbers))
         return True
 
-    return Rows(squared_lengths, add_rows, _products(multiply))
+    return add_rows
 
 
 def _products(multiply: Callable[..., None]) -> Callable[[Sequence[Product]], bool]:
     def add_products(sums: Sequence[Product]) -> bool:
-        count, records, kept = len(sums), sums[0].left.shape[0], []
-        places, sizes = [(POINTER * count)() for _ in range(4)], [(COUNT * count)() for _ in range(3)]
-        for k, (total, left, right, factors, beta) in enumerate(sums):
+        count, records, numbers = len(sums), sums[0].left.shape[0], 0
+        totals, lefts, rights, factors = [(POINTER * count)() for _ in range(4)]
+        rows, widths, betas = [(COUNT * count)() for _ in range(3)]
+        for k, (total, left, right, weights, beta) in enumerate(sums):
             outputs, width = total.shape
-            if left.shape != (records, outputs) or right.shape != (records, width) or factors.shape != (records,):
+            if not all(map(_fits, (total, left, right, weights))) or weights.shape != (records,):
                 return False
-            factors = factors.to(torch.float32).contiguous()
-            kept.append(factors)
-            for row, tensor in zip(places, (total, left, right, factors), strict=True):
-                if tensor.dtype is not torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
-                    return False
-                row[k] = tensor.data_ptr()
-            sizes[0][k], sizes[1][k], sizes[2][k] = outputs, width, beta
-        multiply(*places, *sizes, count, records)
+            sizes = (left.shape[0], left.numel(), right.shape[0], right.numel())
+            if sizes != (records, records * outputs, records, records * width):
+                return False
+            totals[k], lefts[k], rights[k] = total.data_ptr(), left.data_ptr(), right.data_ptr()
+            factors[k], rows[k], widths[k], betas[k] = weights.data_ptr(), outputs, width, beta
+            numbers += records * outputs * width
+        workers = 1 if numbers < OPERATIONS * WORTH_A_THREAD else threads(numbers // OPERATIONS)
+        multiply(totals, lefts, rights, factors, rows, widths, betas, count, records, workers)
         return True
 
     return add_products
@@ -207,9 +274,15 @@ def _pairs(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
         )
         ours.add_rows(one)
         sums_by_torch(other)
-        found = ours.squared_lengths(rows)
-        yield (torch.empty(0) if found is None else found), lengths_by_torch(rows)
+        terms = [(0, 2, 1), (2, 3, -1), (0, 1, -1), (1, 0, -1)]
+        found, expected = ours.squares(rows, terms, 3), squares_by_torch(rows, terms, 3)
+        yield (torch.full_like(expected, torch.nan) if found is None else found), expected
         yield from ((a.total, b.total) for a, b in zip(one, other, strict=True))
+    squared = torch.tensor([[4.0, 0.0, 1e-40, torch.nan], [-1.0, torch.inf, 1e300, 1e-20]], dtype=torch.float64)
+    for some in (squared, squared[:, :1].abs()):
+        rooted = ours.norms(some.clone(), torch.float32, 3.0, 1e-15)
+        expected, usual = norms_by_torch(some.clone(), torch.float32, 3.0, 1e-15)
+        yield (torch.full_like(expected, torch.nan) if rooted is None or rooted[1] != usual else rooted[0]), expected
     for records, beta in itertools.product((1, 64, 131), (0, 1)):
         ours_, theirs = ([_example(records, o, i, beta) for o, i in ((1, 1), (9, 37), (16, 32))] for _ in range(2))
         ours.add_products(ours_)

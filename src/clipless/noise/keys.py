@@ -108,13 +108,13 @@ class Chain:
                 f"the key of place {place} is gone: keys move forward only, and this one is at {self.place}. Go on from a "
                 "checkpoint."
             )
-        key = bytearray(self._key)
+        if place == self.place:
+            return keystream(self._key, KEY // 16 * use, KEY)
+        later = bytearray(self._key)
         for _ in range(place - self.place):
-            _replace(key)
-        expanded = keystream(key, 0, KEY * (use + 1))
-        found = expanded[KEY * use :]
-        erase(expanded)
-        erase(key)
+            _replace(later)
+        found = keystream(later, KEY // 16 * use, KEY)
+        erase(later)
         return found
 
     def forward(self, place: int) -> None:

@@ -5,7 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipless.gradients.forms import Form, Instantiated, OuterProducts, Scattered, can_wait, sq_norms_of
+from clipless.gradients.forms import (
+    Addend,
+    Form,
+    Instantiated,
+    OuterProducts,
+    Scattered,
+    add_all,
+    can_wait,
+    squares_of,
+)
 
 KINDS = ("written", "product", "product with bias", "long product", "table", "known", "known product")
 
@@ -42,20 +51,34 @@ def test_norms_of_many_are_those_of_each(kinds: list[str], records: int, double:
     forms = [form for number, kind in enumerate(kinds) for form in made(kind, records, dtype, number + 1)]
     order.shuffle(forms)  # type: ignore[attr-defined]
     expected = [form.per_record().flatten(1).double().square().sum(1) for form in forms]
-    which, found = sq_norms_of(forms)
-    assert sorted(which) == list(range(len(forms)))
-    for row, number in enumerate(which):
-        assert torch.allclose(found[row].double(), expected[number], rtol=1e-4), type(forms[number])
+    found = squares_of(list(enumerate(forms)), len(forms), records)
+    for form, norms, exact in zip(forms, found, expected, strict=True):
+        assert torch.allclose(norms.double(), exact, rtol=1e-4), type(form)
+    groups = [number % 2 for number in range(len(forms))]
+    together = squares_of(list(zip(groups, forms, strict=True)), 2, records).double()
+    for group in range(2):
+        own = [exact for number, exact in enumerate(expected) if groups[number] == group]
+        assert torch.allclose(together[group], sum(own, torch.zeros(records)).double(), rtol=1e-4)
 
 
 def test_a_record_that_is_not_finite_spoils_no_other() -> None:
     acts, grads = torch.ones(3, 1, 4), torch.ones(3, 1, 2)
     grads[1, 0, 0] = torch.nan
     bias = Instantiated(grads.squeeze(1))
-    which, found = sq_norms_of([bias, OuterProducts(acts, grads, summed=bias)])
-    assert which == [0, 1]
+    found = squares_of([(0, bias), (1, OuterProducts(acts, grads, summed=bias))], 2, records=3)
     assert found[:, [0, 2]].tolist() == [[2.0, 2.0], [8.0, 8.0]]
     assert found[:, 1].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3)], ids=str)
+def test_gradients_that_are_the_same_for_all_records_are_rows_too(shape: tuple[int, ...]) -> None:
+    """Their memory holds one record, whatever the shape of the parameter."""
+    grads = torch.full(shape, 2.0).expand(4, *shape)
+    found = squares_of([(0, Instantiated(grads))], 1, records=4)
+    assert found.tolist() == [pytest.approx([4.0 * grads[0].numel()] * 4)]
+    total = torch.zeros(shape)
+    add_all([Addend(Instantiated(grads), total, torch.ones(4), 1)])
+    assert bool((total == 8.0).all())
 
 
 @pytest.mark.parametrize(

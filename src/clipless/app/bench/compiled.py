@@ -88,10 +88,15 @@ def _rows_without(**changes: Callable[..., Any]) -> Iterator[None]:
 SWITCHES: Mapping[str, Switch] = {
     "release": Switch("noise and its sum, `noise.c`", ("mlp", "encoder", "tabular"), _nothing(source)),
     "keystream": Switch("keys and Poisson batches, `noise.c`", (POISSON, "tabular"), _nothing(keys)),
-    "squared_lengths": Switch(
-        "norms of written-out gradients, `rows.c`",
-        ("cnn", "resnet18", "encoder", "decoder"),
-        lambda: _rows_without(squared_lengths=lambda rows: None),
+    "squares": Switch(
+        "squared norms of written-out gradients, `rows.c`",
+        ("tabular", "cnn", "resnet18", "encoder", "decoder"),
+        lambda: _rows_without(squares=lambda rows, terms, groups: None),
+    ),
+    "norms": Switch(
+        "norms from their squares, `rows.c`",
+        ("tabular", "cnn"),
+        lambda: _rows_without(norms=lambda squared, dtype, scale, least: None),
     ),
     "add_rows": Switch(
         "weighted sums, `rows.c`",

@@ -16,7 +16,7 @@ from clipless.gradients.capture.model_map import Layer, ModelMap, is_idle
 from clipless.gradients.capture.refusals import compiled_pass, refuse_compiled, refuse_module
 from clipless.gradients.layers.rule import reweighted
 from clipless.gradients.trees import differentiable
-from clipless.torch_internals import get_eval_frame_callback, pytree
+from clipless.torch_internals import applied, get_eval_frame_callback, pytree
 
 
 class Listener(Protocol):
@@ -186,11 +186,15 @@ class Tap(torch.autograd.Function):
         return (None, None, *grads)
 
 
+# Without a look for functorch's tensors, which the recorder refuses.
+tap = applied(Tap)
+
+
 def tap_leaves(anchor: Tensor, call: Any, output: Any) -> Any:
     """The output with a tap on its floating-point tensors, wherever they are in it."""
     leaves, spec = pytree.tree_flatten(output)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    tapped = Tap.apply(anchor, call, *differentiable(output))  # type: ignore[no-untyped-call]
+    tapped = tap(anchor, call, *differentiable(output))
     for k, value in zip(places, tapped, strict=True):
         leaves[k] = value
     return pytree.tree_unflatten(leaves, spec)

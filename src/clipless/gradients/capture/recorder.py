@@ -16,7 +16,7 @@ from clipless.gradients.capture import messages
 from clipless.gradients.capture.calls import Call
 from clipless.gradients.capture.frames import CurrentPass, Frame, OperationCounter
 from clipless.gradients.capture.gathering import gathered
-from clipless.gradients.capture.hooks import Hooks, Tap, tap_leaves
+from clipless.gradients.capture.hooks import Hooks, tap, tap_leaves
 from clipless.gradients.capture.layout import Place
 from clipless.gradients.capture.locating import locate_input, locate_output, mark_broken
 from clipless.gradients.capture.micro_batch import MicroBatch
@@ -270,7 +270,7 @@ class Recorder:
         if single:
             if micro is not None:
                 micro.tapped += output.nbytes
-            return Tap.apply(current.anchor, call, output)[0]  # type: ignore[no-untyped-call]
+            return tap(current.anchor, call, output)[0]
         return tap_leaves(current.anchor, call, output)
 
     def _call(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

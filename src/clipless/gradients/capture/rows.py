@@ -4,7 +4,6 @@ Seeds identify the record of each row (see checks/seeds.py). A layer rule treats
 added up by record.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -102,6 +101,6 @@ def rows_rule(call: Call, use: Use, grads: tuple[Tensor, ...], records: int) -> 
         return dict(generic_rows(use, grads, call.record, records))
     if call.out_dims[0] is None:
         one = use.input.unsqueeze(0)
-        use = replace(use, input=one, args=(one,), kwargs={}, dims=(0,), out_dims=(0,))
+        use = use._replace(input=one, args=(one,), kwargs={}, dims=(0,), out_dims=(0,))
         grads = tuple(grad.unsqueeze(0) for grad in grads)
     return {name: Routed(form, call.record, records) for name, form in call.layer.rule(use, grads).items()}

@@ -148,21 +148,25 @@ class StructureWatch:
 
     def __init__(self, model: nn.Module, sharded: bool = False) -> None:
         self._model, self._sharded = model, sharded
-        self._contents: list[tuple[str, nn.Module, list[object]]] = []
+        self._modules: dict[str, nn.Module] = {}
+        self._contents: list[list[object]] = []
         self._frozen: dict[str, nn.Parameter] = {}
 
     def open(self) -> None:
         """Remember the model's modules, parameters and frozen parameters."""
-        self._contents = [
-            (name or "(model)", module, self._contents_of(module)) for name, module in self._model.named_modules()
-        ]
+        self._modules = {name or "(model)": module for name, module in self._model.named_modules()}
+        self._contents = self._now()
         self._frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
 
     def refuse_changes(self) -> None:
         """Raise if they have changed."""
         self._refuse_wrappers()
-        for name, module, contents in self._contents:
-            if self._contents_of(module) != contents:
+        now = self._now()
+        if now != self._contents:
+            pairs = zip(self._modules.items(), now, self._contents, strict=True)
+            for (name, module), contents, before in pairs:
+                if contents == before:
+                    continue
                 refuse_sharded_later(module)
                 raise Misuse(
                     f"module {name!r} got another child or parameter after make_private, which clipless does not watch: "
@@ -185,11 +189,15 @@ class StructureWatch:
                     raise wrapped_by(*found)
             frame = frame.f_back
 
-    def _contents_of(self, module: nn.Module) -> list[object]:
-        """Its children and parameters. FSDP2 replaces sharded parameters by other objects while they are gathered, so only
-        their names are compared."""
-        own = module._parameters
-        return [*map(id, module._modules.values()), *(own if self._sharded else map(id, own.values()))]
+    def _now(self) -> list[list[object]]:
+        """Every module's children and parameters. FSDP2 replaces sharded parameters by other objects while they are
+        gathered, so only their names are compared."""
+        if self._sharded:
+            return [[*map(id, module._modules.values()), *module._parameters] for module in self._modules.values()]
+        return [
+            [*map(id, module._modules.values()), *map(id, module._parameters.values())]
+            for module in self._modules.values()
+        ]
 
 
 def became_trainable(name: str) -> Misuse:

@@ -70,7 +70,7 @@ class Rerun:
         return random_state_of(self.random_state.cuda, self.generators)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ForwardPass:
     """A forward pass through the outermost module.
 

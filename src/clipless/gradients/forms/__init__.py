@@ -11,7 +11,7 @@ from clipless.gradients.forms.dense import (
     product_methods,
     scaled,
     sq_norm,
-    sq_norms_of,
+    squares_of,
     weighted_sum,
 )
 from clipless.gradients.forms.form import Cost, Form, NoChoice
@@ -48,7 +48,7 @@ __all__ = [
     "product_methods",
     "scaled",
     "sq_norm",
-    "sq_norms_of",
+    "squares_of",
     "transposed",
     "weighted_sum",
     "widest",

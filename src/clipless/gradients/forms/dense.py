@@ -14,7 +14,7 @@ from torch import Tensor
 from clipless.gradients.forms.cancellation import never_too_small
 from clipless.gradients.forms.form import Cost, Form, NoChoice
 from clipless.native import gram
-from clipless.native.rows import MOST, Product, Weighted, add_products, add_rows, squared_lengths, widest
+from clipless.native.rows import MOST, Product, Term, Weighted, add_products, add_rows, squared_lengths, squares, widest
 
 FEW = 2**14
 # How many numbers are written out at a time when norms are recomputed in float64.
@@ -35,7 +35,7 @@ class Instantiated(NoChoice):
         return sq_norm(self.grads)
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
-        add_rows([Weighted(total.view(-1), _as_rows(self.grads), factors, beta)])
+        add_rows([Weighted(total, _as_rows(self.grads), factors, beta)])
 
     def per_record(self) -> Tensor:
         return self.grads
@@ -162,40 +162,36 @@ def _is_one_product(form: Form) -> TypeGuard[OuterProducts]:
     return isinstance(form, OuterProducts) and form.acts.shape[1] == 1
 
 
-def sq_norms_of(forms: Sequence[Form]) -> tuple[list[int], Tensor]:
-    """The number of the form in each row, and ‖g_b‖² of every form and record, [n,b]. Norms of forms that are written out,
-    or single outer products, are computed in one call."""
-    written: dict[int, Instantiated] = {}
-    products: dict[int, OuterProducts] = {}
-    known: dict[int, Tensor] = {}
-    for k, form in enumerate(forms):
-        if isinstance(form, Instantiated) and "sq_norms" not in vars(form):
-            written[k] = form
-        elif _is_one_product(form) and "sq_norms" not in vars(form):
-            products[k] = form
+def squares_of(forms: Sequence[tuple[int, Form]], groups: int, records: int) -> Tensor:
+    """‖g_b‖² added up over the forms of each group, [g,b], from (number of the group, form). Norms of forms that are written
+    out, or single outer products, are computed in one call; those of gradients that occur in both once."""
+    rows: list[Tensor] = []
+    terms: list[Term] = []
+    known: list[Tensor] = []
+    places: dict[int, int] = {}
+    where: list[int] = []
+    for group, form in forms:
+        if "sq_norms" not in vars(form) and isinstance(form, Instantiated):
+            terms.append((group, _row(id(form), form.grads, places, rows), -1))
+        elif "sq_norms" not in vars(form) and _is_one_product(form):
+            grads = _row(id(form if form.summed is None else form.summed), form.grads, places, rows)
+            terms.append((group, grads, len(rows)))
+            rows.append(form.acts)
         else:
-            known[k] = form.sq_norms
-    found = _read_at_once(list(written.values()), list(products.values())) if written or products else []
-    found += [torch.stack(list(known.values()))] if known else []
-    return [*written, *products, *known], found[0] if len(found) == 1 else torch.cat(found)
+            where.append(group)
+            known.append(form.sq_norms)
+    if not known and terms:
+        return squares(rows, terms, groups)
+    found = squares(rows, terms, groups) if terms else known[0].new_zeros(groups, records)
+    return found.index_add_(0, torch.tensor(where, device=found.device), torch.stack(known))
 
 
-def _read_at_once(written: list[Instantiated], products: list[OuterProducts]) -> list[Tensor]:
-    """Squared norms of the forms written out, then of the products, [n,b] each. Norms of gradients that occur in both are
-    computed once."""
-    rows = [_as_rows(form.grads) for form in written]
-    places, of_grads = {id(form): k for k, form in enumerate(written)}, []
-    for product in products:
-        of_grads.append(places.get(id(product.summed), len(rows)))
-        if of_grads[-1] == len(rows):
-            rows.append(product.grads.flatten(1))
-    lengths = squared_lengths(rows + [product.acts.flatten(1) for product in products])
-    found = [lengths[: len(written)]] if written else []
-    if products:
-        adjoining = of_grads == list(range(of_grads[0], of_grads[0] + len(products)))
-        grads = lengths[of_grads[0] : of_grads[0] + len(products)] if adjoining else lengths[of_grads]
-        found.append(lengths[len(rows) :] * grads)
-    return found
+def _row(key: int, grads: Tensor, places: dict[int, int], rows: list[Tensor]) -> int:
+    """The place of gradients among the rows, to which they are added unless they are there."""
+    place = places.setdefault(key, len(rows))
+    if place == len(rows):
+        rows.append(_as_rows(grads))
+    return place
 
 
 def add_all(addends: Iterable[Addend]) -> None:
@@ -204,9 +200,9 @@ def add_all(addends: Iterable[Addend]) -> None:
     products: list[Product] = []
     for form, total, factors, beta in addends:
         if isinstance(form, Instantiated):
-            written.append(Weighted(total.view(-1), _as_rows(form.grads), factors, beta))
+            written.append(Weighted(total, _as_rows(form.grads), factors, beta))
         elif _is_one_product(form) and form.acts.shape[0] * total.numel() <= MOST:
-            products.append(Product(total, form.grads.squeeze(1), form.acts.squeeze(1), factors, beta))
+            products.append(Product(total, form.grads, form.acts, factors, beta))
         else:
             form.add_to(total, factors, beta)
     if written:
@@ -231,7 +227,8 @@ def sq_norm(rows: Tensor) -> Tensor:
 
 
 def _as_rows(grads: Tensor) -> Tensor:
-    return grads if grads.dim() == 2 else grads.reshape(grads.shape[0], -1)
+    """The numbers of each record one after the other, as the compiled functions take them."""
+    return grads if grads.dim() == 2 else grads.contiguous()
 
 
 def kept(rows: Tensor, mask: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,7 @@ from clipless.gradients.trees import Dims, plain_tensors
 from clipless.torch_internals import pytree
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One call of a module in the forward pass, for its rule in the backward pass.
 
     `input` is the first tensor of the input, records first, and in at least float32 if it is floating-point; so are the
