@@ -182,6 +182,19 @@ def test_metrics_on_training_records_are_warned_of_wherever_they_are_asked_for(t
     assert private.evaluate()["eval_other_loss"] == private.predict(other).metrics["test_loss"]
 
 
+def test_an_evaluation_between_two_micro_batches_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    class Evaluates(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            private.evaluate(hf.texts(6))
+            assert all(p.grad is None for p in more["model"].parameters())
+
+    private = trainer(tmp_path, SURE, callbacks=[Evaluates()])
+    private.train()
+    expected = hf.plain_loop(SURE)
+    assert same(hf.weights_of(private.model), expected.weights)
+    assert private.private.ledger.to_dict() == expected.private.ledger.to_dict()
+
+
 def test_a_callback_that_takes_a_batch_for_itself_is_refused(tmp_path: Path) -> None:
     class Takes(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
