@@ -60,8 +60,9 @@ OTHER_PIP := $(OTHER)/bin/python -m pip install --quiet --disable-pip-version-ch
 test-torch:
 	$(PYTHON) -m venv $(OTHER)
 	$(OTHER_PIP) torch==$(VERSION)
-	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	(grep -v '^torch==' constraints.txt; echo torch==$(VERSION)) > $(OTHER)/constraints.txt
 	$(OTHER_PIP) -c $(OTHER)/constraints.txt -e '.[test]'
+	$(OTHER)/bin/python -c 'import torch; assert torch.__version__.split("+")[0] == "$(VERSION)", torch.__version__'
 	$(OTHER)/bin/python -m pytest -n 2 $(CORE)
 
 test-worlds: $(VENV)/.test

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from clipless import UnsupportedModule
+from clipless.distributed import shards
+from clipless.errors import MissingLibrary, Misuse
 from clipless.gradients.capture import refusals
 from clipless.torch_internals import instance_norm_writes
 
@@ -31,6 +33,15 @@ def test_what_a_version_lacks_is_named_with_the_versions_that_have_it(name: str)
     assert torch.__version__ in last
     assert f"'{name}'" in last
     assert "pip install 'torch>=2.13'" in last
+
+
+def test_sharded_models_need_a_torch_with_which_they_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, refused in (("2.7.1+cu126", True), ("2.12.1", True), ("2.13.0+cpu", False), ("2.15.0+cu132", True)):
+        monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+        with pytest.raises(
+            MissingLibrary if refused else Misuse, match=r"need torch 2\.13" if refused else "not sharded"
+        ):
+            shards.refuse_shards(nn.Linear(1, 1), None)
 
 
 def test_instance_norm_that_writes_in_eval_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    DeviceStatsMonitor,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    SpikeDetection,
     StochasticWeightAveraging,
+    ThroughputMonitor,
 )
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy
@@ -89,6 +92,7 @@ def by_time() -> ModelCheckpoint:
         ({"gradient_clip_val": 1.0}, "gradient_clip_val"),
         ({"plugins": [MixedPrecision("16-mixed", "cpu")]}, "bf16-mixed"),
         ({"overfit_batches": 2}, "overfit_batches"),
+        ({"detect_anomaly": True}, "detect_anomaly"),
         ({"max_epochs": -1}, "without end"),
         ({"limit_train_batches": 3, "accumulate_grad_batches": 2}, "multiple"),
         ({"accumulate_grad_batches": 100}, "accumulate_grad_batches"),
@@ -100,12 +104,15 @@ def by_time() -> ModelCheckpoint:
         ({"module": Fetches}, "batch_idx"),
         ({"module": Vector}, "RecordLosses"),
         ({"module": SkipsSteps}, "without its backward"),
-        ({"module": SkipsEpochs, "max_epochs": 2}, "was not stepped"),
+        ({"module": SkipsEpochs, "max_epochs": 2}, "drawn and not stepped"),
         ({"module": WithBatchNorm}, "GroupNorm"),
         ({"module": WithFixedBatchNorm, "others": lambda: StochasticWeightAveraging(0.1)}, "further epoch"),
         ({"precision": "bf16-mixed"}, "RecordLosses"),
         ({"limit_train_batches": 0}, "no step"),
         ({"others": LearningRateFinder}, "clipless tune"),
+        ({"others": lambda: ThroughputMonitor(len), "logger": True}, "number of records drawn"),
+        ({"others": DeviceStatsMonitor, "logger": True}, "number of records drawn"),
+        ({"others": SpikeDetection}, "EarlyStopping on a validation metric"),
         ({"others": lambda: GradientAccumulationScheduler({0: 2})}, "accumulate_grad_batches"),
     ],
 )

@@ -145,4 +145,32 @@ SABOTAGES = (
         '        if stage == "fit":\n            pass',
         ("tests/integrations/test_lightning_resume.py::test_a_run_that_has_ended_leaves_weights_without_keys",),
     ),
+    Sabotage(
+        "lightning-last-batch-is-dropped",
+        CALLBACK,
+        "        refuse_dropped_batch(self._run)\n",
+        "",
+        ("tests/integrations/test_lightning_options.py::test_a_batch_that_is_dropped_is_refused_when_the_epoch_ends",),
+    ),
+    Sabotage(
+        "lightning-ends-by-one-record",
+        REFUSALS,
+        "if trainer._detect_anomaly:",
+        "if False:",
+        ("tests/integrations/test_lightning_refusals.py::test_refused",),
+    ),
+    Sabotage(
+        "lightning-counts-records-drawn",
+        REFUSALS,
+        "if isinstance(callback, (ThroughputMonitor, DeviceStatsMonitor)):",
+        "if False:",
+        ("tests/integrations/test_lightning_refusals.py::test_refused",),
+    ),
+    Sabotage(
+        "lightning-ends-by-the-loss",
+        REFUSALS,
+        "if isinstance(callback, SpikeDetection):",
+        "if False:",
+        ("tests/integrations/test_lightning_refusals.py::test_refused",),
+    ),
 )

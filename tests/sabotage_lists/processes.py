@@ -283,4 +283,11 @@ SABOTAGES = (
         "            self._exchanged(what)\n            raise\n",
         (f"{PARALLEL}::test_a_rank_that_cannot_step_stops_all_and_all_can_go_on", PARALLEL),
     ),
+    Sabotage(
+        "sharded-by-another-torch",
+        "distributed/shards.py",
+        "if not OLDEST <= torch.__version__ < BELOW:",
+        "if False:",
+        ("tests/test_torch_internals.py::test_sharded_models_need_a_torch_with_which_they_were_tried",),
+    ),
 )

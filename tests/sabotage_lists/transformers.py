@@ -5,7 +5,7 @@ from sabotage_lists.one import Sabotage
 NAMES = ("losses", "own_loss", "padding", "settings", "trainer", "turns")
 LOSSES, OWN_LOSS, PADDING, SETTINGS, TRAINER, TURNS = (f"integrations/transformers/{name}.py" for name in NAMES)
 RUNS, REFUSALS = "tests/integrations/test_transformers.py", "tests/integrations/test_transformers_refusals.py"
-PADDED = "tests/integrations/test_transformers_padding.py"
+PADDED, OPTIONS = (f"tests/integrations/test_transformers_{name}.py" for name in ("padding", "options"))
 
 SABOTAGES = (
     Sabotage(
@@ -98,5 +98,19 @@ SABOTAGES = (
         "Turn(self._parts if last else islice(self._parts, 1))",
         "Turn(islice(self._parts, 1))",
         (f"{RUNS}::test_the_batch_is_one_poisson_sample_whatever_its_parts",),
+    ),
+    Sabotage(
+        "transformers-training-records-are-evaluated",
+        SETTINGS,
+        'data is trained or getattr(data, "dataset", None) is trained',
+        "False",
+        (f"{OPTIONS}::test_metrics_on_training_records_are_warned_of_wherever_they_are_asked_for",),
+    ),
+    Sabotage(
+        "transformers-state-that-no-checkpoint-holds",
+        SETTINGS,
+        '_projects(args) and args.save_strategy != "no"',
+        'False and args.save_strategy != "no"',
+        (f"{OPTIONS}::test_an_optimizer_that_no_checkpoint_can_hold_is_refused_unless_none_is_saved",),
     ),
 )

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from clipless.distributed.ranks import Alone, Ranks
-from clipless.errors import Misuse
+from clipless.errors import MissingLibrary, Misuse
 
 # The most bytes that are handed to one reduce-scatter.
 PIECE = 4 * 2**20
@@ -26,8 +26,17 @@ HOW = (
 )
 
 
+# The versions of torch with which sharded runs were tested. With 2.15.0 those tests fail; 2.14 was not tried.
+OLDEST, BELOW = "2.13", "2.14"
+
+
 def refuse_shards(model: nn.Module, group: object) -> None:
-    """Refuse a model that is not sharded along the first dimension over the ranks of the group."""
+    """Refuse a model that is not sharded along the first dimension over the ranks of the group, or by another torch."""
+    if not OLDEST <= torch.__version__ < BELOW:
+        raise MissingLibrary(
+            f"sharded models need torch {OLDEST}, and this is torch {torch.__version__}: install that version, or train "
+            "without fully_shard."
+        )
     if group is False:
         raise Misuse(
             "the model is sharded over processes, and group=False says that this one trains alone: leave group unset."

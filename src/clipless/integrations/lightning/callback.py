@@ -24,6 +24,7 @@ from clipless.integrations.lightning.losses import RecordLosses, train_by
 from clipless.integrations.lightning.metrics import Withheld
 from clipless.integrations.lightning.refusals import (
     refuse_callbacks,
+    refuse_dropped_batch,
     refuse_module,
     refuse_rounded_means,
     refuse_strategy,
@@ -179,7 +180,8 @@ class PrivateTraining(Callback):
             self._kept = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log epsilon, which is public."""
+        """Refuse an epoch that dropped its last batch; then log epsilon, which is public."""
+        refuse_dropped_batch(self._run)
         if not trainer.barebones:
             with self._metrics.public():
                 pl_module.log("epsilon", self.spent().epsilon, prog_bar=True, sync_dist=True)

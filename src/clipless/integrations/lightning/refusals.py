@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    DeviceStatsMonitor,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    SpikeDetection,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     Timer,
 )
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -17,6 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from clipless.errors import Misuse
+from clipless.private import Private
 
 _CLIPPING = "each record's gradient is clipped: leave it out, and choose the bound by Privacy(clipping=...)."
 
@@ -35,6 +39,11 @@ def refuse_trainer(trainer: Trainer) -> None:
         raise Misuse(
             f"overfit_batches={trainer.overfit_batches} trains on the same records in every step, which is not the sampling "
             "that is accounted for: leave it out, or give a smaller data set."
+        )
+    if trainer._detect_anomaly:
+        raise Misuse(
+            "detect_anomaly=True ends training when one record's gradient is not a number, so that everyone sees it; a "
+            "private step leaves such a record out. Look for it without PrivateTraining, on records that are public."
         )
 
 
@@ -79,6 +88,16 @@ def refuse_callbacks(callbacks: Sequence[Callback], module: LightningModule) -> 
                 "GradientAccumulationScheduler changes the batch size within the run: give "
                 "Trainer(accumulate_grad_batches=k), which splits each batch into k parts."
             )
+        if isinstance(callback, (ThroughputMonitor, DeviceStatsMonitor)):
+            raise Misuse(
+                f"{type(callback).__name__} logs the number of records drawn, or the memory that they take, which are not "
+                "private: leave it out, and measure without PrivateTraining, on records that are public."
+            )
+        if isinstance(callback, SpikeDetection):
+            raise Misuse(
+                "SpikeDetection ends training by the loss of a batch, which is computed without noise: leave it out, as "
+                "clipping bounds what a batch does to the weights; or use EarlyStopping on a validation metric."
+            )
 
 
 def refuse_times(callbacks: Sequence[Callback], parts: int) -> None:
@@ -108,6 +127,19 @@ def refuse_validation_within_a_batch(trainer: Trainer) -> None:
             f"val_check_interval={trainer.val_check_interval} validates in the middle of a batch of {parts} parts: give a "
             f"number of batches that is a multiple of accumulate_grad_batches={parts}."
         )
+
+
+def refuse_dropped_batch(private: Private) -> None:
+    """Raise at the end of an epoch whose last batch was not stepped."""
+    try:
+        private.refuse_unstepped()
+    except Misuse as error:
+        raise Misuse(
+            "the epoch ended with a batch that was drawn and not stepped, and none may be dropped: a choice of batches by "
+            "what is in them is not what the ledger counts. Return nothing from on_train_batch_start, call "
+            "optimizer.step(closure=optimizer_closure) in every optimizer_step, and set trainer.should_stop after the last "
+            "part of a batch."
+        ) from error
 
 
 def refuse_strategy(strategy: Strategy) -> None:

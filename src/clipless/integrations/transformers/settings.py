@@ -1,6 +1,7 @@
 """Settings of a Trainer that break the promise of a private run, each refused with what to do instead."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers.trainer_utils import HubStrategy
@@ -12,6 +13,11 @@ _ONE_BATCH_SIZE = "the plan rests on one batch size: set per_device_train_batch_
 _OWN_SAMPLING = "batches are Poisson samples, whatever the records' lengths"
 _NO_WRAPPER = "private training runs in plain processes: start them with torchrun, without it"
 _KEYS = "it would publish the checkpoints, which hold the keys of the noise: choose 'end' or 'every_save'"
+
+
+def _projects(args: Any) -> bool:
+    return str(OptimizerNames(args.optim).value).startswith(("galore", "apollo"))
+
 
 # What a setting is, whether it is on, and what to do instead.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -53,6 +59,12 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "it steps inside the backward pass, before there is noise: choose another, such as adamw_torch",
     ),
     (
+        "optim",
+        lambda args: _projects(args) and args.save_strategy != "no" and not args.save_only_model,
+        "a checkpoint holds tensors and plain values, and its state holds projectors, so no run could be resumed: set "
+        "save_strategy='no' or save_only_model=True, or choose another, such as adamw_torch",
+    ),
+    (
         "include_num_input_tokens_seen",
         lambda args: args.include_num_input_tokens_seen not in ("no", False),
         "the number of tokens drawn is not private: leave it out",
@@ -81,3 +93,14 @@ def refuse_settings(args: TrainingArguments) -> None:
     for name, is_on, remedy in _REFUSED:
         if is_on(args):
             raise InvalidArgument(f"{name}={getattr(args, name)!r} cannot be used in private training: {remedy}.")
+
+
+def warn_of_training_records(evaluated: object, trained: object) -> None:
+    """Warn if what is to be evaluated, one data set or several by name, are the records of training."""
+    for data in evaluated.values() if isinstance(evaluated, Mapping) else (evaluated,):
+        if trained is not None and (data is trained or getattr(data, "dataset", None) is trained):
+            warnings.warn(
+                "the evaluated records are those of train_dataset: metrics on training records are not private, nor is what "
+                "is chosen by them, such as the best checkpoint.",
+                stacklevel=3,
+            )

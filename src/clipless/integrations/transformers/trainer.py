@@ -1,6 +1,5 @@
 """PrivateTrainer: a `transformers.Trainer` whose training is one private run."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -17,7 +16,7 @@ from clipless.gradients import Kernels
 from clipless.integrations.transformers.losses import REMEDY, decoder_inputs, record_losses, split_labels
 from clipless.integrations.transformers.own_loss import refuse_other_loss
 from clipless.integrations.transformers.padding import refuse_unmasked_padding
-from clipless.integrations.transformers.settings import refuse_settings
+from clipless.integrations.transformers.settings import refuse_settings, warn_of_training_records
 from clipless.integrations.transformers.turns import Turn, Turns, loader_of
 from clipless.privacy import Privacy
 from clipless.private import Private, make_private
@@ -75,8 +74,7 @@ class PrivateTrainer(Trainer):
         self._turns: Turns | None = None
         self._records: DataLoader[Any] | None = None
         super().__init__(*args, **more)
-        if self.eval_dataset is not None and self.eval_dataset is self.train_dataset:
-            warnings.warn("eval_dataset is train_dataset: metrics on training records are not private.", stacklevel=2)
+        warn_of_training_records(self.eval_dataset, self.train_dataset)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse settings that break the promise, before anything is built from them."""
@@ -238,6 +236,16 @@ class PrivateTrainer(Trainer):
         """None: before the step there is no gradient to show."""
 
     # What is shown and saved.
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **more: Any) -> dict[str, float]:
+        """As the Trainer does; warns if the records are those of training."""
+        warn_of_training_records(eval_dataset, self.train_dataset)
+        return super().evaluate(eval_dataset, *args, **more)
+
+    def predict(self, test_dataset: Any, *args: Any, **more: Any) -> Any:
+        """As the Trainer does; warns if the records are those of training."""
+        warn_of_training_records(test_dataset, self.train_dataset)
+        return super().predict(test_dataset, *args, **more)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the epsilon spent in place of the training loss; if that is asked for too, it is named not private."""
