@@ -10,6 +10,8 @@ from torch import Tensor
 
 from clipless.native.library import COUNT, POINTER, WORTH_A_THREAD, function, threads
 
+KEY_MEMORY = ctypes.c_char * 32
+
 
 class Noise(NamedTuple):
     """`add` takes a key, sums, their standard deviations, a weight, and the tensors that the results go to: float32,
@@ -31,8 +33,9 @@ def build_keystream(library: Path) -> Keystream | None:
         return None
 
     def write(key: bytearray, counter: int, into: bytearray) -> None:
-        places = [(ctypes.c_char * len(memory)).from_buffer(memory) for memory in (key, into)]
-        run(places[0], counter >> 64, counter & (2**64 - 1), places[1], len(into) // 16)
+        size = len(into)
+        place = (ctypes.c_char * size).from_buffer(into)
+        run(KEY_MEMORY.from_buffer(key), counter >> 64, counter & (2**64 - 1), place, size // 16)
 
     return write
 
@@ -62,11 +65,19 @@ def build(library: Path, chunk: int = 1024, narrow: bool = False) -> Noise | Non
         pointers = [(POINTER * count)(*each) for each in addresses]
         work = 8 * starts[count] if places is None else 8 * sum(map(Tensor.numel, into))
         workers = 1 if work < WORTH_A_THREAD else threads(work)
-        key_place = (ctypes.c_char * 32).from_buffer(key)
-        release(key_place, *pointers, (ctypes.c_double * count)(*stddevs), weight, starts, count, narrow, workers)
+        release(
+            KEY_MEMORY.from_buffer(key),
+            *pointers,
+            (ctypes.c_double * count)(*stddevs),
+            weight,
+            starts,
+            count,
+            narrow,
+            workers,
+        )
 
     def normals(key: bytearray, into: Tensor) -> None:
-        numbers((ctypes.c_char * 32).from_buffer(key), into.data_ptr(), len(into) // chunk, narrow)
+        numbers(KEY_MEMORY.from_buffer(key), into.data_ptr(), len(into) // chunk, narrow)
 
     return Noise(add, normals)
 

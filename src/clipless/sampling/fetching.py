@@ -134,7 +134,10 @@ def fetcher(dataset: Dataset[Any], options: Mapping[str, Any]) -> Fetcher:
 
 def _in_memory(dataset: Dataset[Any]) -> Callable[[Tensor], list[Tensor]] | None:
     if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__:
-        return lambda indices: [tensor.index_select(0, indices.to(tensor.device)) for tensor in dataset.tensors]
+        here = all(tensor.is_cpu for tensor in dataset.tensors)
+        return lambda indices: [
+            tensor.index_select(0, indices if here else indices.to(tensor.device)) for tensor in dataset.tensors
+        ]
     if type(dataset) is Subset:
         inner = _in_memory(dataset.dataset)
         if inner is not None:

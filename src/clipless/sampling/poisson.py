@@ -39,11 +39,11 @@ def poisson_sample(key: bytes | bytearray, size: int, rate: float) -> Tensor:
     while last < size:
         chosen = _gaps(key, count * len(found), count, size, rate) + 1
         chosen[0] += last
-        np.cumsum(chosen, out=chosen)
+        chosen.cumsum(out=chosen)
         found.append(chosen)
         last = int(chosen[-1])
-    chosen = np.concatenate(found)
-    return torch.from_numpy(chosen[: int(np.searchsorted(chosen, size))])
+    chosen = found[0] if len(found) == 1 else np.concatenate(found)
+    return torch.from_numpy(chosen[: int(chosen.searchsorted(size))])
 
 
 def _gaps(key: bytes | bytearray, first: int, count: int, most: int, rate: float) -> Numbers:
@@ -53,12 +53,15 @@ def _gaps(key: bytes | bytearray, first: int, count: int, most: int, rate: float
     u = (bits + 0.5) * 2.0**-64
     per_log = 1 / math.log1p(-rate)
     gaps = np.log(u) * per_log
-    # The error of the product: rounding, and the digits of U that are not drawn yet or were rounded, which change log U by
-    # less than 2**-63 / U and 2**-51.
-    error = gaps * _ROUNDING + (2.0**-62 / u + 2.0**-51) * -per_log
+    # The largest error of the product: rounding, and the digits of U that are not drawn yet or were rounded, which change
+    # log U by less than 2**-63 / U and 2**-51.
+    least = float(u.min())
+    error = float(gaps.max()) * _ROUNDING + (2.0**-62 / least + 2.0**-51) * -per_log
     low = np.floor(gaps - error)
     whole = np.minimum(low, most).astype(np.int64)
-    unclear = (low != np.floor(gaps + error)) | (bits == 0)
+    unclear = low != np.floor(gaps + error)
+    if least < 2.0**-64:
+        unclear |= bits == 0
     if unclear.any():
         for number in np.flatnonzero(unclear & (low < most)).tolist():
             whole[number] = min(most, _exact_gap(key, first + number, int(bits[number]), rate))

@@ -8,11 +8,9 @@ from clipless.gradients.layers.rule import Use, register, register_named
 
 @register(nn.Linear)
 def linear(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
-    acts, grad = positions(use.input), positions(grads[0])  # [b,t,i] [b,t,o]
-    grad = grad if grad.dtype is acts.dtype else grad.to(acts.dtype)
-    bias = (
-        Instantiated(summed(grad) if grads[0].dim() > 2 else grads[0].to(acts.dtype)) if "bias" in use.wanted else None
-    )
+    given = grads[0] if grads[0].dtype is use.input.dtype else grads[0].to(use.input.dtype)
+    acts, grad = positions(use.input), positions(given)  # [b,t,i] [b,t,o]
+    bias = Instantiated(summed(grad) if given.dim() > 2 else given) if "bias" in use.wanted else None
     forms: dict[str, Form] = {} if bias is None else {"bias": bias}
     if "weight" in use.wanted:
         forms["weight"] = OuterProducts(acts, grad, summed=bias)
