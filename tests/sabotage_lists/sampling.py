@@ -23,8 +23,8 @@ SABOTAGES = (
     Sabotage(
         "last-record-never-drawn",
         POISSON,
-        "np.searchsorted(chosen, size)",
-        "np.searchsorted(chosen, size - 1)",
+        "chosen.searchsorted(size)",
+        "chosen.searchsorted(size - 1)",
         (f"{LAW}::test_each_record_each_pair_and_their_number",),
     ),
     Sabotage(
@@ -37,8 +37,8 @@ SABOTAGES = (
     Sabotage(
         "gaps-that-are-open-are-cut",
         POISSON,
-        "unclear = (low != np.floor(gaps + error)) | (bits == 0)",
-        "unclear = bits == 0",
+        "unclear = low != np.floor(gaps + error)",
+        "unclear = bits == 0  # only",
         (f"{LAW}::test_bits_that_leave_the_gap_open_are_seen_and_extended",),
     ),
     Sabotage(

@@ -110,7 +110,7 @@ def thresholds(experiment: Configuration, found: Sequence[TableLine], records: S
         for number, record in enumerate(one for one in shown if one["row"] == row):
             steps = np.linspace(1, record["steps"], len(record["thresholds"]))
             label = ", ".join(f"{key} {value}" for key, value in record["point"].items())
-            curve(axes, number, steps, record["thresholds"], label or None)
+            curve(axes, number, steps, record["thresholds"], label)
         dress(axes, f"{row}: released thresholds", "step", "threshold", "y", legend=None)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
