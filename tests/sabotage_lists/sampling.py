@@ -42,6 +42,13 @@ SABOTAGES = (
         (f"{LAW}::test_bits_that_leave_the_gap_open_are_seen_and_extended",),
     ),
     Sabotage(
+        "64-zeros-are-a-number-like-any-other",
+        POISSON,
+        "unclear |= bits == 0",
+        "pass",
+        (f"{LAW}::test_64_zeros_leave_the_gap_open",),
+    ),
+    Sabotage(
         "gaps-repeat-after-the-first-lot",
         POISSON,
         "_gaps(key, count * len(found), count, size, rate)",
