@@ -28,6 +28,7 @@ PROBLEM = hf.PROBLEMS["bert"]
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, if its tests ran in this process: workers fork
 def test_a_setting_changes_no_bit_of_the_run(settings: dict[str, Any], tmp_path: Path) -> None:
     private = trainer(tmp_path, PROBLEM, settings=settings)
     private.train()
