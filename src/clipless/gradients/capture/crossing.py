@@ -150,7 +150,11 @@ def _one_by_one(
             rows = [t if dim is None else t.select(dim, k) for t, dim in zip(tensors, dims, strict=True)]
             scalar = inner(leaves, rows, tuple(g[k] for g in grads))
             found.append(torch.autograd.grad(scalar, leaves, allow_unused=True, materialize_grads=True))
-    return [torch.stack(rows) for rows in zip(*found, strict=True)] if found else [v.new_zeros(0, *v.shape) for v in values]
+    return (
+        [torch.stack(rows) for rows in zip(*found, strict=True)]
+        if found
+        else [v.new_zeros(0, *v.shape) for v in values]
+    )
 
 
 def _length(tensor: Tensor) -> float:
