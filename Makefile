@@ -53,6 +53,8 @@ test-integrations: $(VENV)/.integrations
 # The core: the engine, its checks, noise, sampling, policies, saving. Other builds of torch are large.
 CORE := tests/gradients tests/noise tests/runs tests/sampling tests/thresholds tests/test_clipping.py tests/test_optimizers.py \
   tests/test_private.py tests/test_promises.py tests/test_stepping.py
+# What torch itself asks for in a version of its choice.
+TORCHS_OWN := torch|sympy|filelock|fsspec|networkx|jinja2|mpmath|markupsafe
 VERSION ?= $(patsubst torch==%,%,$(TORCH))
 OTHER := .venv-torch-$(VERSION)
 OTHER_PIP := $(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -60,7 +62,7 @@ OTHER_PIP := $(OTHER)/bin/python -m pip install --quiet --disable-pip-version-ch
 test-torch:
 	$(PYTHON) -m venv $(OTHER)
 	$(OTHER_PIP) torch==$(VERSION)
-	(grep -v '^torch==' constraints.txt; echo torch==$(VERSION)) > $(OTHER)/constraints.txt
+	(grep -v -E '^($(TORCHS_OWN))==' constraints.txt; echo torch==$(VERSION)) > $(OTHER)/constraints.txt
 	$(OTHER_PIP) -c $(OTHER)/constraints.txt -e '.[test]'
 	$(OTHER)/bin/python -c 'import torch; assert torch.__version__.split("+")[0] == "$(VERSION)", torch.__version__'
 	$(OTHER)/bin/python -m pytest -n 2 $(CORE)

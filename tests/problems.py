@@ -122,6 +122,35 @@ class TwoBags(nn.Module):
         return self.bag(x[:, :2]) + self.bag(x[:, 1:]).tanh()
 
 
+@torch.library.custom_op("clipless_tests::scaled_product", mutates_args=())
+def scaled_product(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return 2.0 * x.to(weight.dtype) @ weight
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_gradients(context: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = context.saved_tensors
+    return (2.0 * grad @ weight.mT).to(x.dtype), 2.0 * x.to(weight.dtype).mT @ grad
+
+
+scaled_product.register_autograd(_product_gradients, setup_context=_keep_inputs)
+
+
+class OwnOperator(nn.Module):
+    """An operator of somebody's own, which torch.func does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(5, 4), nn.Parameter(0.3 * torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_product(self.first(x), self.weight)
+
+
 class Pairing(nn.Module):
     """A bilinear form of two parts of its input, given by keyword in the other order."""
 
@@ -271,6 +300,7 @@ PROBLEMS: dict[str, Problem] = {
     "instance-norm3d": Problem(
         lambda: headed(nn.InstanceNorm3d(2, affine=True, eps=0.1), features=24), normal(2, 2, 2, 3)
     ),
+    "own-operator": Problem(OwnOperator, normal(5)),
     "bilinear": Problem(lambda: headed(Pairing(2, 3, 4), features=4), normal(5)),
     "bilinear-no-bias": Problem(lambda: headed(Pairing(2, 3, 4, bias=False), features=4), normal(5)),
     "bilinear-3d-ghost": Problem(lambda: headed(Pairing(3, 4, 5), features=15), normal(3, 7)),

@@ -28,11 +28,11 @@ def test_what_a_version_lacks_is_named_with_the_versions_that_have_it(name: str)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
     assert last.startswith(
-        "clipless.errors.MissingLibrary: clipless is made for torch 2.13 to 2.15, and this is torch "
+        "clipless.errors.MissingLibrary: clipless is made for torch 2.6 to 2.15, and this is torch "
     ), last
     assert torch.__version__ in last
     assert f"'{name}'" in last
-    assert "pip install 'torch>=2.13'" in last
+    assert "pip install 'torch>=2.6'" in last
 
 
 def test_sharded_models_need_a_torch_with_which_they_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ sharded models import. `_parameters`, `_buffers`, `_modules` and `_version`, whi
 are needed.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence
 
 from clipless.errors import MissingLibrary
 
@@ -40,8 +42,8 @@ try:
     RECURRENT_KERNELS: Any = torch._VF
 except (ImportError, AttributeError) as error:
     raise MissingLibrary(
-        f"clipless is made for torch 2.13 to 2.15, and this is torch {torch.__version__}, which lacks something ({error}): "
-        "install one of these, pip install 'torch>=2.13'."
+        f"clipless is made for torch 2.6 to 2.15, and this is torch {torch.__version__}, which lacks something ({error}): "
+        "install one of these, pip install 'torch>=2.6'."
     ) from error
 
 __all__ = [
@@ -65,8 +67,12 @@ __all__ = [
     "is_functorch_wrapped_tensor",
     "maybe_current_level",
     "pytree",
+    "rms_norm_eps",
     "set_mkldnn_enabled",
 ]
+# Before torch 2.8 a packed sequence is a leaf of trees, and what recurrent layers take and give would not be seen in it.
+if len(pytree.tree_leaves(PackedSequence(torch.empty(0, device="cpu"), torch.empty(0, device="cpu")))) == 1:
+    pytree.register_pytree_node(PackedSequence, lambda p: (list(p), None), lambda parts, _: PackedSequence(*parts))
 
 # Products of many matrices at a time, for mixtures of experts. torch has had them since 2.8, in public since 2.10.
 GROUPED_PRODUCTS = {
@@ -93,3 +99,12 @@ def instance_norm_writes() -> bool:
     mean, variance = torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")
     F.instance_norm(torch.zeros(1, 1, 2, device="cpu"), mean, variance, use_input_stats=False)
     return mean._version > 0
+
+
+@cache
+def rms_norm_eps(dtype: torch.dtype) -> float:
+    """What RMSNorm without an `eps` adds for inputs of this type: the precision of the type that it computes in or, as in
+    torch 2.6, of the input's own."""
+    wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    lifted = F.rms_norm(torch.full((1,), 1e-6, dtype=dtype, device="cpu"), (1,))
+    return wide if float(lifted) > 1e-6 / (2 * math.sqrt(wide)) else torch.finfo(dtype).eps

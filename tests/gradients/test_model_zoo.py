@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import clipless
 import model_zoo as zoo
+from clipless.torch_internals import GROUPED_PRODUCTS
 
 SPREAD = (
     *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM"),
@@ -38,11 +39,15 @@ SPREAD = (
 CASES = {case.name: case for case in zoo.transformers_cases() if case.name in SPREAD}
 
 
+# Mixtures of experts for which transformers has an operator of its own where torch has no grouped product, before 2.8.
+GROUPED = (*SPREAD[:4], "Qwen3NextForCausalLM")
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SPREAD)
 def test_is_exact(name: str) -> None:
     verdict = zoo.judge(CASES[name])
-    assert verdict.kind == "exact", verdict
+    assert verdict.kind == ("exact" if GROUPED_PRODUCTS or name not in GROUPED else "refused"), verdict
 
 
 def test_a_case_that_mixes_its_records_is_not_called_exact() -> None:
@@ -80,6 +85,8 @@ def rows_of(inputs: Any, rows: slice) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", STEPPED)
 def test_private_steps_with_an_empty_and_a_full_batch(name: str) -> None:
     """Five steps, whole or in checkpointed micro-batches of two, give the same parameters with the same noise."""
+    if STEPPED[name] in GROUPED and not GROUPED_PRODUCTS:
+        pytest.skip("refused, see above")
     after = []
     for parts, checkpointed in ((None, False), (2, True)):
         torch.manual_seed(0)

@@ -57,6 +57,13 @@ def test_a_setting_that_breaks_the_promise_is_refused(settings: dict[str, Any], 
     assert str(refused.value).startswith(tuple(settings))
 
 
+def test_noise_for_embeddings_is_refused_where_the_trainer_got_it_later(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.neftune_noise_alpha = 5.0
+    with pytest.raises(clipless.InvalidArgument, match="padded length"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -45,7 +46,8 @@ def trials(tmp_path_factory: pytest.TempPathFactory, noise: str) -> list[dict[st
     script, folder = Path(__file__).parents[1] / "killing.py", tmp_path_factory.mktemp("killed")
     done = children.run(script, folder, noise, environment=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    # torch 2.6 leaves a folder of its own to the garbage collector, which tells.
+    assert not re.sub(r".*tempfile.*ResourceWarning: Implicitly cleaning up.*\n.*\n", "", done.stderr)
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
 

@@ -219,4 +219,18 @@ SABOTAGES = (
         "1 / math.sqrt(query.shape[-1])",
         ("tests/gradients/capture/test_attention.py",),
     ),
+    Sabotage(
+        "one-record-for-all-in-foreign-operators",
+        "gradients/capture/crossing.py",
+        "t.select(dim, k)",
+        "t.select(dim, 0)",
+        (EXACT,),
+    ),
+    Sabotage(
+        "eps-of-single-precision-in-half",
+        "torch_internals.py",
+        "    return wide if float(lifted) > 1e-6 / (2 * math.sqrt(wide)) else torch.finfo(dtype).eps\n",
+        "    return torch.finfo(dtype).eps\n",
+        ("tests/gradients/layers/test_rules.py::test_rms_norm_without_an_eps_has_that_of_torch",),
+    ),
 )

@@ -113,4 +113,11 @@ SABOTAGES = (
         'False and args.save_strategy != "no"',
         (f"{OPTIONS}::test_an_optimizer_that_no_checkpoint_can_hold_is_refused_unless_none_is_saved",),
     ),
+    Sabotage(
+        "transformers-noise-of-embeddings-set-later",
+        TRAINER,
+        "refuse_settings(self.args, neftune_noise_alpha=self.neftune_noise_alpha)",
+        "refuse_settings(self.args)",
+        (f"{REFUSALS}::test_noise_for_embeddings_is_refused_where_the_trainer_got_it_later",),
+    ),
 )

@@ -100,7 +100,9 @@ def first_step(private: bool) -> None:
 def peak_tables(private: bool) -> float:
     """The most memory that torch has handed out at a time, counted and not asked of the operating system, in tables."""
     gc.collect()  # what earlier tests have left would count as freed here
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         first_step(private)
     found = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
     changes = [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())]

@@ -159,7 +159,7 @@ def test_a_bag_of_nothing_but_padding_gives_no_gradient(mode: str) -> None:
     assert clipped.grads["weight"][[0, 1, 2, 4]].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("layer", [nn.RMSNorm(4), Pairing(2, 2, 3), nn.PReLU(4), Conv1D(3, 4)], ids=repr)
+@pytest.mark.parametrize("layer", [nn.RMSNorm(4, eps=1e-6), Pairing(2, 2, 3), nn.PReLU(4), Conv1D(3, 4)], ids=repr)
 def test_half_precision_is_summed_in_single_precision(layer: nn.Module) -> None:
     """The gradient in bfloat16 is that of the same module in float32, up to the rounding of what it was given."""
     low = layer.to(torch.bfloat16)
@@ -169,6 +169,20 @@ def test_half_precision_is_summed_in_single_precision(layer: nn.Module) -> None:
     exact = clipless.oracle.clipped_sum(low.float(), losses, (x.float(), y))
     for name, grad in rounded.grads.items():
         torch.testing.assert_close(grad.float(), exact.grads[name], rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_rms_norm_without_an_eps_has_that_of_torch(dtype: torch.dtype) -> None:
+    """Which depends on the version of torch for 16 bits, by a factor of 60,000 for bfloat16."""
+    layer = nn.RMSNorm(4).to(dtype)
+    x, y = (1e-3 * torch.randn(6, 4)).to(dtype), torch.arange(6) % 3
+
+    def of_model(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return losses(lambda x: model(x).to(torch.promote_types(dtype, torch.float32)), batch)
+
+    (expected,) = torch.autograd.grad(of_model(layer, (x, y)).sum(), layer.parameters())
+    found = clipless.clipped_sum(layer, of_model, (x, y), clipless.abadi(threshold=1e6)).grads["weight"]
+    torch.testing.assert_close(found.to(dtype), expected, rtol=3e-2, atol=3e-2 * float(expected.abs().max()))
 
 
 class Rearranged(nn.Module):

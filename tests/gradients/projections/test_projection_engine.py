@@ -306,13 +306,13 @@ def test_a_record_that_is_not_finite_adds_nothing_and_changes_nothing(bad: float
 
 
 def test_an_empty_batch_is_noise_only() -> None:
-    made = run(batch_size=1, steps=30, clipping="dc-e", accountant="pld")
+    made = run(batch_size=1, steps=12, clipping="dc-e", accountant="pld")
     sizes = []
     for x, y in made.private.loader:
         sizes.append(len(x))
         made.step(x, y)
     assert 0 in sizes
-    assert made.private.ledger.steps == 30
+    assert made.private.ledger.steps == 12
     made.close()
 
 

@@ -1,7 +1,7 @@
 """An operation in which traced tensors meet the records, and its per-sample gradients."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,7 +125,36 @@ class Crossing:
         in_dims = (None, list(self._tensor_dims), tuple(0 for _ in grads))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="There is a performance drop")
-            return vmap(grad(inner), in_dims=in_dims)(values, tensors, grads)
+            try:
+                return vmap(grad(inner), in_dims=in_dims)(values, tensors, grads)
+            except RuntimeError:  # an operator that torch does not know, as by torch.library.custom_op
+                pass
+        try:
+            return _one_by_one(inner, values, tensors, in_dims[1], grads)
+        except RuntimeError as error:
+            raise messages.indivisible(self.owner, self.func, error) from error
+
+
+def _one_by_one(
+    inner: Callable[..., Tensor],
+    values: list[Tensor],
+    tensors: list[Tensor],
+    dims: Sequence[int | None],
+    grads: tuple[Tensor, ...],
+) -> list[Tensor]:
+    """The same as vmap(grad(inner)), by a backward pass for every record."""
+    leaves = [value.requires_grad_() for value in values]
+    found = []
+    with torch.enable_grad():
+        for k in range(len(grads[0])):
+            rows = [t if dim is None else t.select(dim, k) for t, dim in zip(tensors, dims, strict=True)]
+            scalar = inner(leaves, rows, tuple(g[k] for g in grads))
+            found.append(torch.autograd.grad(scalar, leaves, allow_unused=True, materialize_grads=True))
+    return (
+        [torch.stack(rows) for rows in zip(*found, strict=True)]
+        if found
+        else [v.new_zeros(0, *v.shape) for v in values]
+    )
 
 
 def _length(tensor: Tensor) -> float:

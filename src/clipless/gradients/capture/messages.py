@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
@@ -70,6 +71,14 @@ def rows_together(owner: str) -> CliplessError:
         f"module {owner!r} uses its parameters in an operation on rows that are not the records, and the operation does not "
         "treat every row by itself, so per-sample gradients cannot be computed. Give it one row per record, in the first "
         "dimension."
+    )
+
+
+def indivisible(owner: str, operation: object, error: RuntimeError) -> CliplessError:
+    return UnsupportedModule(
+        f"module {owner!r} uses its parameters in the operation {getattr(operation, '__name__', operation)}, whose gradient "
+        f"torch {torch.__version__} cannot compute record by record ({str(error).splitlines()[0]}). Use operations of torch "
+        "in its place, or a newer version of torch."
     )
 
 

@@ -60,7 +60,8 @@ class Rerun:
             random_state_restored(self.random_state, self.generators),
             _contents(self.iterates),
             _modes([(part, mode and not evaluate) for part, mode in self.modes]),
-            torch.autocast(device, dtype=dtype, enabled=enabled),
+            # Weights cast without a graph must not be kept for a later pass that needs one, as torch before 2.13 would.
+            torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=torch.is_grad_enabled()),
         ):
             output = (run or self.module)(*args, **kwargs)
             return output, self.now()

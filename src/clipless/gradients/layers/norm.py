@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from clipless.gradients.forms import Form, Instantiated
 from clipless.gradients.layers.norm_sums import norm_sums
 from clipless.gradients.layers.rule import Use, register
+from clipless.torch_internals import rms_norm_eps
 
 
 @register(nn.LayerNorm)
@@ -36,7 +37,8 @@ def group_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
 def rms_norm(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
     module = use.module
     assert isinstance(module, nn.RMSNorm)
-    eps = torch.finfo(use.input.dtype).eps if module.eps is None else module.eps
+    given = (*use.args, *use.kwargs.values())[0].dtype
+    eps = rms_norm_eps(given) if module.eps is None else module.eps
     return _last_dimensions(use, grads[0], module.normalized_shape, eps, centred=False)
 
 

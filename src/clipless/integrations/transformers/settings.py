@@ -1,5 +1,6 @@
 """Settings of a Trainer that break the promise of a private run, each refused with what to do instead."""
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -88,8 +89,11 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def refuse_settings(args: TrainingArguments) -> None:
-    """Raises InvalidArgument for the first setting with which training would not be private."""
+def refuse_settings(args: TrainingArguments, **changed: Any) -> None:
+    """Raises InvalidArgument for the first setting with which training would not be private. `changed` are settings that a
+    trainer has taken over from its arguments, as they are now."""
+    args = copy.copy(args)
+    vars(args).update(changed)
     for name, is_on, remedy in _REFUSED:
         if is_on(args):
             raise InvalidArgument(f"{name}={getattr(args, name)!r} cannot be used in private training: {remedy}.")

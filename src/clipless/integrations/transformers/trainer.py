@@ -94,7 +94,7 @@ class PrivateTrainer(Trainer):
     def get_train_dataloader(self) -> "DataLoader[Turn]":
         """The turns of an epoch: shares of Poisson batches, in micro-batches. Settings may have changed since the trainer
         was made, so they are looked at once more."""
-        refuse_settings(self.args)
+        refuse_settings(self.args, neftune_noise_alpha=self.neftune_noise_alpha)
         if self.train_dataset is None:
             raise InvalidArgument("training requires a train_dataset: give one to PrivateTrainer.")
         self._records = self._record_loader(self.get_total_train_batch_size(self.args))
