@@ -245,6 +245,31 @@ def test_every_mixing_model_is_found_before_anything_is_released(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class Chaotic(nn.Module):
+    """Weights so large that rounding is amplified from time step to time step: what is left of a training that diverged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.cells, self.last = (
+            nn.Embedding(20, 8),
+            nn.LSTM(8, 16, 2, batch_first=True),
+            nn.Linear(16, CLASSES),
+        )
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(30.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cells(self.table(x))[0][:, -1])
+
+
+def test_amplified_rounding_is_not_taken_for_mixed_records() -> None:
+    torch.manual_seed(0)
+    data = torch.randint(20, (30, 30)), torch.randint(CLASSES, (30,))
+    with pytest.raises(UnsupportedModule, match="in their last digit, so rounding hides .* diverged"):
+        run(Chaotic(), data, per_record=True)
+
+
 class MixesWhenMasked(nn.Module):
     """Through the same modules in the same order, with masks and without."""
 

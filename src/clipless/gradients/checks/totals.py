@@ -2,19 +2,19 @@
 does any record's output change when other records do: by a statistic of the batch that has no gradient, for instance?"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from clipless.errors import CliplessError, Misuse, UnsupportedModule
+from clipless.errors import Misuse, UnsupportedModule
+from clipless.gradients.checks.messages import depends_on_others, lost_gradient, unstable
 from clipless.gradients.checks.passes import ForwardPass
-from clipless.gradients.checks.records import gradients_set_aside, leaves_of
+from clipless.gradients.checks.plain import plain_gradients
 from clipless.gradients.checks.seeds import rows_of, shuffled, sketch, some_of
 from clipless.gradients.records import TROUBLES, selected
-from clipless.gradients.shards import own_rows
 from clipless.gradients.trees import differentiable
 from clipless.random_state import same_random_state
 
@@ -69,7 +69,7 @@ def _lost(
 ) -> dict[str, float]:
     """How far plain autograd's gradients are from the engine's sums, relative, for the parameters where it is too far."""
     outputs, grads, drift = again
-    plain = _gradients(outputs, grads, parameters, gathered)
+    plain = plain_gradients(outputs, grads, parameters, gathered)
     half = any(output.dtype.itemsize < 4 for output in outputs) or _half(forward_pass)
     del again, outputs, grads
     tolerance = max(HALF_TOLERANCE if half else TOLERANCE, AMPLIFIED * drift)
@@ -140,12 +140,34 @@ def _run_some(
             drift = max(drift, _change(expected, found))
     if drift > (HALF_TOLERANCE if _half(forward_pass) else tolerance):
         _drift(forward_pass, _at_places(forward_pass, rerun()[0]))
-        raise depends_on_others(forward_pass.name)
+        shaken = _shaken(forward_pass)
+        name = forward_pass.name
+        raise unstable(name, shaken) if shaken > drift / 10 else depends_on_others(name)
 
     def kept(grad: Tensor, dim: int) -> Tensor:
         return _masked(grad, dim, some) if draws else grad.index_select(dim, taken.to(grad.device))
 
     return outputs, _arrived(forward_pass, kept) if torch.is_grad_enabled() else [], drift
+
+
+def _shaken(forward_pass: ForwardPass) -> float:
+    """How far the outputs move, relative, when every weight moves by its rounding error; zero if that cannot be told."""
+    assert forward_pass.rerun is not None
+    rerun, generator = forward_pass.rerun, torch.Generator().manual_seed(0)
+
+    def moved(weight: Tensor) -> Tensor:
+        signs = 2.0 * torch.randint(2, weight.shape, generator=generator).to(weight.device, weight.dtype) - 1.0
+        return weight.detach() * (1.0 + torch.finfo(weight.dtype).eps * signs)
+
+    try:
+        weights = {
+            name: moved(weight) for name, weight in rerun.module.named_parameters() if weight.is_floating_point()
+        }
+        output, _ = rerun(run=lambda *args, **kwargs: functional_call(rerun.module, weights, args, kwargs))
+        found = _sketches(forward_pass, _at_places(forward_pass, output))
+        return max(_change(v, o) for v, o in zip(forward_pass.values, found, strict=True))
+    except TROUBLES:
+        return 0.0
 
 
 def _change(before: Tensor, now: Tensor) -> float:
@@ -230,71 +252,5 @@ def _drift(forward_pass: ForwardPass, outputs: list[Tensor]) -> float:
     return drift
 
 
-def _gradients(
-    outputs: list[Tensor],
-    grads: Sequence[Tensor | None],
-    parameters: Mapping[str, nn.Parameter],
-    gathered: Mapping[str, nn.Parameter] | None,
-) -> dict[str, Tensor]:
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-    if not pairs:
-        return {}
-    roots, arrived = [output for output, _ in pairs], [grad for _, grad in pairs]
-    if gathered is not None:
-        return _own_rows_of_gradients(roots, arrived, parameters, gathered)
-    try:
-        found: Any = torch.autograd.grad(
-            roots, list(parameters.values()), arrived, retain_graph=True, allow_unused=True
-        )
-    except RuntimeError as refused:
-        if isinstance(refused, CliplessError) or "use_reentrant" not in str(refused):
-            raise
-        with gradients_set_aside([*leaves_of(roots), *parameters.values()]):
-            torch.autograd.backward(roots, arrived)
-            found = [parameter.grad for parameter in parameters.values()]
-    return {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
-
-
-def _own_rows_of_gradients(
-    roots: list[Tensor],
-    arrived: list[Tensor],
-    parameters: Mapping[str, nn.Parameter],
-    gathered: Mapping[str, nn.Parameter],
-) -> dict[str, Tensor]:
-    """This process's rows of the gradients of sharded parameters, of which at most one is held as a whole at a time."""
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            rows = own_rows(parameter.grad, parameters[name])
-            found[name] = found[name] + rows if name in found else rows.clone()
-            parameter.grad = None
-
-    handles = [gathered[name].register_post_accumulate_grad_hook(partial(keep, name)) for name in parameters]
-    try:
-        with gradients_set_aside(leaves_of(roots)):
-            torch.autograd.backward(roots, arrived)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
 def _length(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-
-
-def depends_on_others(name: str) -> UnsupportedModule:
-    return UnsupportedModule(
-        f"the output of {name!r} for one record depends on the other records of the batch (a statistic over the batch, a "
-        "choice made for all of them), so no bound per record exists. Compute every record's output from that record alone; "
-        "scale inputs by fixed constants."
-    )
-
-
-def lost_gradient(name: str) -> UnsupportedModule:
-    return UnsupportedModule(
-        f"the gradient of parameter {name!r} is not what plain autograd gives for it: the model uses it in a way that "
-        "clipless does not see. Use it in the forward pass of the module that owns it, and return tensors, tuples, lists "
-        "or dictionaries; clipless.check(model, loss_fn, batch) shows the difference."
-    )
