@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +35,14 @@ def test_what_a_version_lacks_is_named_with_the_versions_that_have_it(name: str)
     assert torch.__version__ in last
     assert f"'{name}'" in last
     assert "pip install 'torch>=2.6'" in last
+
+
+def test_the_lowest_version_is_the_same_wherever_it_is_named() -> None:
+    root = Path(__file__).parents[1]
+    asked = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    (floor,) = (one.removeprefix("torch>=") for one in asked if one.startswith("torch>"))
+    for name in ("README.md", "docs/quickstart.md", "src/clipless/torch_internals.py"):
+        assert f"torch {floor} to " in (root / name).read_text(), name
 
 
 def test_sharded_models_need_a_torch_with_which_they_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
