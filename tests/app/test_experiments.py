@@ -197,6 +197,24 @@ def test_results_table_and_figures_are_written(small: Configuration, folder: Pat
     assert experiment.NOT_PRIVATE in result.page.read_text(encoding="utf-8")
 
 
+def test_a_reliability_diagram_has_all_seeds_together_and_no_bin_of_few_records(small: Configuration) -> None:
+    def run(
+        confidence: list[float | None], accuracy: list[float | None], counts: list[int], ece: float
+    ) -> dict[str, Any]:
+        bins = {"confidence": confidence, "accuracy": accuracy, "counts": counts, "true_class": [1] * 20}
+        return {"row": "local", "extra": {"ECE": ece, "reliability": bins}}
+
+    records = [
+        run([0.1, None, 0.9], [1.0, None, 0.6], [1, 0, 100], 0.2),
+        run([0.1, 0.5, 0.7], [0.0, 0.5, 0.0], [1, 40, 300], 0.4),
+    ]
+    left, _ = PICTURES["reliability"](small, [], records).axes
+    _, drawn = left.lines
+    assert drawn.get_label() == "local: ECE 0.300"
+    assert drawn.get_xdata() == pytest.approx([0.5, 0.75])
+    assert drawn.get_ydata() == pytest.approx([0.5, 0.15])
+
+
 def test_page_and_readme_are_made_of_what_is_stored(
     small: Configuration, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

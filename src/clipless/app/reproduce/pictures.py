@@ -15,6 +15,8 @@ from clipless.app.reproduce.summary import TableLine, metric_name
 INCHES_A_LINE = 0.42
 CHARACTERS = 70
 NOTE = {"fontsize": 7, "color": "0.35"}
+# A bin of a reliability diagram with fewer test records is not shown.
+FEW = 20
 
 
 def bars(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
@@ -109,7 +111,8 @@ def thresholds(experiment: Configuration, found: Sequence[TableLine], records: S
     for axes, row in zip(all_axes, rows, strict=True):
         for number, record in enumerate(one for one in shown if one["row"] == row):
             steps = np.linspace(1, record["steps"], len(record["thresholds"]))
-            label = ", ".join(f"{key} {value}" for key, value in record["point"].items())
+            settings = {**record["point"], **record.get("candidate", {})}
+            label = ", ".join(f"{key.removeprefix('clipping.')} {value}" for key, value in settings.items())
             curve(axes, number, steps, record["thresholds"], label)
         dress(axes, f"{row}: released thresholds", "step", "threshold", "y", legend=None)
         if axes.get_legend_handles_labels()[0]:
@@ -157,20 +160,26 @@ def _with_norms(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 
 
 def reliability(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
-    """Accuracy against confidence, and the probability of the true class; runs of the first seed."""
+    """Accuracy against confidence, and the probability of the true class, of all seeds together. Bins of fewer than `FEW`
+    test records say little and are left out."""
     figure, (left, right) = panels(2)
     left.plot([0, 1], [0, 1], color="0.6", linewidth=1)
-    shown = [one for one in records if "reliability" in (one.get("extra") or {}) and one["settings"]["seed"] == 0]
-    for number, record in enumerate(shown):
-        bins = record["extra"]["reliability"]
-        full = [place for place, count in enumerate(bins["counts"]) if count > 0]
-        label = f"{record['row']}: ECE {record['extra']['ECE']:.3f}"
-        x, y = ([bins[name][place] for place in full] for name in ("confidence", "accuracy"))
-        curve(left, number, x, y, label, marker=MARKERS[number % len(MARKERS)], markersize=3)
-        shares = np.array(bins["true_class"]) / sum(bins["true_class"])
-        right.stairs(
-            shares, np.linspace(0, 1, len(shares) + 1), color=COLOURS[number % len(COLOURS)], label=record["row"]
+    measured = [one for one in records if "reliability" in (one.get("extra") or {})]
+    for number, row in enumerate(dict.fromkeys(record["row"] for record in measured)):
+        seeds = [record["extra"] for record in measured if record["row"] == row]
+        bins = [one["reliability"] for one in seeds]
+        counts = np.array([one["counts"] for one in bins])
+        full = counts.sum(0) >= FEW
+        x, y = (
+            (np.array([[value or 0.0 for value in one[name]] for one in bins]) * counts).sum(0)[full]
+            / counts.sum(0)[full]
+            for name in ("confidence", "accuracy")
         )
+        label = f"{row}: ECE {np.mean([one['ECE'] for one in seeds]):.3f}"
+        curve(left, number, x, y, label, marker=MARKERS[number % len(MARKERS)], markersize=3)
+        shares = np.sum([one["true_class"] for one in bins], 0)
+        edges = np.linspace(0, 1, len(shares) + 1)
+        right.stairs(shares / shares.sum(), edges, color=COLOURS[number % len(COLOURS)], label=row)
     dress(left, "reliability on test records", "confidence", "accuracy")
     dress(right, "probability given to the true class", "probability", "share of test records", "y")
     return figure
