@@ -1,6 +1,7 @@
 """Figures of an experiment: bars, curves over a setting, heat maps, thresholds, histograms of norms, reliability."""
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from textwrap import fill
 from typing import Any
 
@@ -10,7 +11,7 @@ from clipless.app.charts.drawing import COLOURS, HEIGHT, MARKERS, WIDTH
 from clipless.app.reproduce.configuration import Configuration
 from clipless.app.reproduce.drawing import curve, dress, panels
 from clipless.app.reproduce.measures import THRESHOLDS
-from clipless.app.reproduce.summary import TableLine, metric_name
+from clipless.app.reproduce.summary import TableLine, interval, metric_name
 
 INCHES_A_LINE = 0.42
 CHARACTERS = 70
@@ -20,21 +21,26 @@ FEW = 20
 
 
 def bars(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
-    """A point with its interval for every line, the paper's beside it."""
-    figure, (axes,) = panels(1)
-    figure.set_size_inches(WIDTH, max(HEIGHT, INCHES_A_LINE * len(found) + 1))
+    """A point with its interval for every line, the paper's beside it; in a second panel the calibration, if measured."""
+    calibrated = all("ECE" in line.extra for line in found)
+    figure, (axes, *others) = panels(2 if calibrated else 1)
+    figure.set_size_inches(WIDTH * (1.6 if calibrated else 1.0), max(HEIGHT, INCHES_A_LINE * len(found) + 1))
+    for beside in others:
+        for number, line in enumerate(found):
+            _point(beside, number, line.extra["ECE"])
+        beside.set_yticks(range(len(found)), [""] * len(found))
+        beside.set_ylim(len(found) - 0.5, -0.6)
+        beside.set_xlim(left=0)
+        dress(beside, "", "expected calibration error", "", legend=None)
     labels = [_label(line) for line in found]
     for number, line in enumerate(found):
-        axes.errorbar(
-            line.mean, number, xerr=line.interval, fmt="o", color=COLOURS[0], capsize=4, label=_once("ours", number)
-        )
-        axes.plot(line.scores, [number] * len(line.scores), "|", color=COLOURS[0], alpha=0.5, markersize=7)
+        _point(axes, number, line.scores, _once("ours", number))
         axes.annotate(line.text, (line.mean, number), xytext=(0, 7), textcoords="offset points", ha="center", **NOTE)
     theirs = [(number, line.published) for number, line in enumerate(found) if line.published]
     for count, (number, one) in enumerate(theirs):
         axes.errorbar(
             one.value,
-            number - 0.22,
+            number + 0.22,
             xerr=one.interval,
             fmt="D",
             color=COLOURS[1],
@@ -49,6 +55,13 @@ def bars(experiment: Configuration, found: Sequence[TableLine], records: Sequenc
     if theirs:
         figure.legend(fontsize=8, frameon=False, loc="outside lower right", ncols=2)
     return figure
+
+
+def _point(axes: Any, line: int, values: Sequence[float], label: str | None = None) -> None:
+    """The mean of some runs with its interval, and every run."""
+    half = interval(values)
+    axes.errorbar(fmean(values), line, xerr=half, fmt="o", color=COLOURS[0], capsize=4, label=label)
+    axes.plot(values, [line] * len(values), "|", color=COLOURS[0], alpha=0.5, markersize=7)
 
 
 def curves(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
@@ -73,6 +86,9 @@ def curves(experiment: Configuration, found: Sequence[TableLine], records: Seque
             axes.axhline(line.mean, color="0.4", linewidth=1, linestyle="--", label=f"{line.row} ({line.mean:.2f})")
     ending = " (dotted: the paper)" if any(line.published for line in found) else ""
     dress(axes, experiment.title + ending, key, metric_name(found[0].metric), log=experiment.figure.get("log", ""))
+    places = sorted({line.point[key] for line in found if key in line.point})
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.set_xticks([], minor=True)
     return figure
 
 
