@@ -25,7 +25,7 @@ SABOTAGES = (
     Sabotage(
         "transformers-settings-changed-later",
         TRAINER,
-        "        refuse_settings(self.args)\n        if self.train_dataset",
+        "        refuse_settings(self.args, neftune_noise_alpha=self.neftune_noise_alpha)\n        if self.train_dataset",
         "        if self.train_dataset",
         (f"{REFUSALS}::test_a_setting_that_is_changed_later_is_refused_as_well",),
     ),
