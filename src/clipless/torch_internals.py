@@ -70,7 +70,8 @@ __all__ = [
     "rms_norm_eps",
     "set_mkldnn_enabled",
 ]
-# Before torch 2.8 a packed sequence is a leaf of trees, and what recurrent layers take and give would not be seen in it.
+
+# In torch 2.6 a packed sequence is a leaf of trees, and what recurrent layers take and give would not be seen in it.
 if len(pytree.tree_leaves(PackedSequence(torch.empty(0, device="cpu"), torch.empty(0, device="cpu")))) == 1:
     pytree.register_pytree_node(PackedSequence, lambda p: (list(p), None), lambda parts, _: PackedSequence(*parts))
 

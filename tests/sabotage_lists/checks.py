@@ -81,7 +81,7 @@ SABOTAGES = (
     Sabotage(
         "dependence-not-looked-for",
         TOTALS,
-        "        raise unstable(name, shaken) if shaken > drift / 10 else depends_on_others(name)\n",
+        "        raise (unstable if explained else depends_on_others)(forward_pass.name)\n",
         "        pass\n",
         (f"{TESTS}::test_every_mixing_model_is_found_before_anything_is_released", TESTS),
     ),

@@ -16,6 +16,7 @@ from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.forms import Form, Instantiated, Routed, by_record
 from clipless.gradients.layers.rule import at_least_float32
 from clipless.gradients.trees import Dims, differentiable
+from clipless.random_state import random_state_of, same_random_state
 from clipless.torch_internals import pytree
 
 # By how much the sum of the rows' gradients may differ from the gradient of the whole, relative to their norms.
@@ -129,10 +130,15 @@ class Crossing:
                 return vmap(grad(inner), in_dims=in_dims)(values, tensors, grads)
             except RuntimeError:  # an operator that torch does not know, as by torch.library.custom_op
                 pass
+        devices = {value.device for value in values}
+        before = random_state_of(devices, ())
         try:
-            return _one_by_one(inner, values, tensors, in_dims[1], grads)
+            found = _one_by_one(inner, values, tensors, in_dims[1], grads)
         except RuntimeError as error:
-            raise messages.indivisible(self.owner, self.func, error) from error
+            raise messages.indivisible(self.owner, self.func) from error
+        if not same_random_state(before, random_state_of(devices, ())):
+            raise messages.draws_at_random(self.owner)
+        return found
 
 
 def _one_by_one(
@@ -150,11 +156,9 @@ def _one_by_one(
             rows = [t if dim is None else t.select(dim, k) for t, dim in zip(tensors, dims, strict=True)]
             scalar = inner(leaves, rows, tuple(g[k] for g in grads))
             found.append(torch.autograd.grad(scalar, leaves, allow_unused=True, materialize_grads=True))
-    return (
-        [torch.stack(rows) for rows in zip(*found, strict=True)]
-        if found
-        else [v.new_zeros(0, *v.shape) for v in values]
-    )
+    if not found:
+        return [value.new_zeros(0, *value.shape) for value in values]
+    return [torch.stack(rows) for rows in zip(*found, strict=True)]
 
 
 def _length(tensor: Tensor) -> float:

@@ -74,11 +74,11 @@ def rows_together(owner: str) -> CliplessError:
     )
 
 
-def indivisible(owner: str, operation: object, error: RuntimeError) -> CliplessError:
+def indivisible(owner: str, operation: object) -> CliplessError:
     return UnsupportedModule(
         f"module {owner!r} uses its parameters in the operation {getattr(operation, '__name__', operation)}, whose gradient "
-        f"torch {torch.__version__} cannot compute record by record ({str(error).splitlines()[0]}). Use operations of torch "
-        "in its place, or a newer version of torch."
+        f"torch {torch.__version__} cannot compute record by record: the error above says why. Use operations of torch in "
+        "its place, or a newer version of torch."
     )
 
 

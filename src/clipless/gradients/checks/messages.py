@@ -19,9 +19,9 @@ def lost_gradient(name: str) -> UnsupportedModule:
     )
 
 
-def unstable(name: str, change: float) -> UnsupportedModule:
+def unstable(name: str) -> UnsupportedModule:
     return UnsupportedModule(
-        f"the output of {name!r} for one record changes by {change:.1g} of itself when the weights change in their last "
-        "digit, so rounding hides whether records depend on each other. Training has probably diverged: take a smaller "
-        "learning rate, or smaller initial weights."
+        f"the output of {name!r} for one record changes visibly when the weights change in their last digit, so "
+        "rounding hides whether records depend on each other. Training has probably diverged: take a smaller learning rate, "
+        "or smaller initial weights."
     )

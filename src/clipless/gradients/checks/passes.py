@@ -60,7 +60,7 @@ class Rerun:
             random_state_restored(self.random_state, self.generators),
             _contents(self.iterates),
             _modes([(part, mode and not evaluate) for part, mode in self.modes]),
-            # Weights cast without a graph must not be kept for a later pass that needs one, as torch before 2.13 would.
+            # Weights cast without a graph must not be kept for a later pass that needs one, as torch 2.10 would.
             torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=torch.is_grad_enabled()),
         ):
             output = (run or self.module)(*args, **kwargs)

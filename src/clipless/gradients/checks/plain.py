@@ -18,6 +18,7 @@ def plain_gradients(
     parameters: Mapping[str, nn.Parameter],
     gathered: Mapping[str, nn.Parameter] | None,
 ) -> dict[str, Tensor]:
+    """The parameters' gradients, from those that arrived at the outputs; `gathered` are sharded parameters as a whole."""
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
     if not pairs:
         return {}

@@ -140,9 +140,8 @@ def _run_some(
             drift = max(drift, _change(expected, found))
     if drift > (HALF_TOLERANCE if _half(forward_pass) else tolerance):
         _drift(forward_pass, _at_places(forward_pass, rerun()[0]))
-        shaken = _shaken(forward_pass)
-        name = forward_pass.name
-        raise unstable(name, shaken) if shaken > drift / 10 else depends_on_others(name)
+        explained = _shaken(forward_pass) > drift / 10
+        raise (unstable if explained else depends_on_others)(forward_pass.name)
 
     def kept(grad: Tensor, dim: int) -> Tensor:
         return _masked(grad, dim, some) if draws else grad.index_select(dim, taken.to(grad.device))
