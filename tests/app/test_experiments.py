@@ -15,7 +15,7 @@ from clipless.accounting.selection import LiuTalwar
 from clipless.app import clippings
 from clipless.app.cli import app
 from clipless.app.data import DATA, load
-from clipless.app.data.features import FEATURES
+from clipless.app.data.features import FEATURES, Feature, is_known
 from clipless.app.models import MODELS, TEXT_MODELS
 from clipless.app.reproduce import experiment, results_page, running
 from clipless.app.reproduce.choosing import read as read_choice
@@ -86,9 +86,9 @@ def folder(small: Configuration, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_every_configuration_can_be_run(name: str) -> None:
     one = configurations()[name]
     assert one.title
-    name, _, features = one.data.partition("+")
+    name, *features = one.data.split("+")
     assert name in DATA
-    assert not features or features in FEATURES
+    assert not features or is_known(features)
     for version in (one, one.quickly()):
         cells = version.cells()
         assert len({cell.stem for cell in cells}) == len(cells)
@@ -305,7 +305,7 @@ def test_an_interrupted_run_of_a_long_experiment_goes_on(
     monkeypatch.setattr(
         running, "train", lambda *args, **kwargs: train(*args, on_progress=lambda at: steps.append(at.step), **kwargs)
     )
-    running.run_cell(cell, "digits", None, str(tmp_path), resume=True)
+    running.run_cell(cell, None, str(tmp_path), resume=True)
     record = running.stored(tmp_path, cell)
     assert record is not None
     assert steps.count(2) == 1
@@ -440,3 +440,18 @@ def test_the_noise_cost_is_that_of_the_gradient_alone() -> None:
     plan = {"noise_multiplier": 2.4, "statistic_multiplier": 4.0, "dimensions": [30, 20], "expected_batch": 10}
     assert running.noise_cost(plan) == pytest.approx(9 * 50 / 100)  # 1/2.4^2 = 1/3^2 + 1/4^2
     assert running.noise_cost(plan | {"statistic_multiplier": None}) == pytest.approx(2.4**2 * 50 / 100)
+
+
+def test_a_row_may_have_data_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stored run counts for its own data only."""
+    own = SMALL.replace('name = "AUTO-S"', 'name = "AUTO-S"\ndata = "digits+halved"')
+    with_own = parse("small", own).cells(1)
+    assert [cell.data for cell in with_own if cell.row == "AUTO-S"] == ["digits+halved"] * 2
+    assert {cell.data for cell in with_own if cell.row != "AUTO-S"} == {"digits"}
+    monkeypatch.setenv("CLIPLESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(FEATURES, "halved", Feature(lambda images: images / 2, 500, ""))
+    running.run_cell(with_own[0], None, str(tmp_path), resume=False)
+    record = running.stored(tmp_path, with_own[0])
+    assert record is not None
+    assert record["data"] == "digits+halved"
+    assert running.stored(tmp_path, replace(with_own[0], data="digits")) is None

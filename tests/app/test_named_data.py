@@ -274,10 +274,48 @@ def test_features_are_kept_and_are_those_of_the_same_images(tmp_path: Path, monk
         calls.append(len(images))
         return images.mean((2, 3))
 
-    monkeypatch.setitem(features.FEATURES, "scattering", brightness)
+    monkeypatch.setitem(features.FEATURES, "scattering", features.Feature(brightness, 500, "mean"))
     first, again = load("digits+scattering"), load("digits+scattering")
     assert sum(calls) == len(first.train) + len(first.test)
     assert first.shape == (1,)
     for part, plain in ((first.train, load("digits").train), (again.train, load("digits").train)):
         assert torch.equal(part.tensors[0], plain.tensors[0].mean((2, 3)))
         assert torch.equal(part.tensors[1], plain.tensors[1])
+
+
+def test_features_made_of_other_constants_are_not_taken_for_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLIPLESS_CACHE", str(tmp_path))
+    for factor in (1, 2):
+        scaled = features.Feature(lambda images, factor=factor: factor * images.mean((2, 3)), 500, f"{factor}")
+        monkeypatch.setitem(features.FEATURES, "scattering", scaled)
+        made = load("digits+scattering").train.tensors[0]
+        assert torch.equal(made, factor * load("digits").train.tensors[0].mean((2, 3)))
+
+
+def test_features_of_several_names_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLIPLESS_CACHE", str(tmp_path))
+    monkeypatch.setitem(features.FEATURES, "scattering", features.Feature(lambda images: images.mean((2, 3)), 500, ""))
+    monkeypatch.setitem(features.FEATURES, "patches", features.Feature(lambda images: images[:, :, :2], 500, ""))
+    both, plain = load("digits+scattering+patches"), load("digits").train.tensors[0]
+    assert both.name == "digits+scattering+patches"
+    assert both.shape == (1 + 2 * 8,)
+    expected = torch.cat([plain.mean((2, 3)), plain[:, :, :2].flatten(1)], 1)
+    assert torch.equal(both.train.tensors[0], expected)
+
+
+def test_mirrored_features_are_those_of_the_mirror_image_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLIPLESS_CACHE", str(tmp_path))
+    monkeypatch.setitem(features.FEATURES, "patches", features.Feature(lambda images: images, 500, ""))
+    found = load("digits+patches+mirrored").train.tensors[0]
+    assert torch.allclose(found, found.flip(3), atol=1e-6)
+    assert torch.allclose(found.flatten(1).mean(1), torch.zeros(len(found)), atol=1e-5)
+    plain = load("digits+patches").train.tensors[0]
+    assert not torch.allclose(plain, plain.flip(3))  # not taken for the other
+
+
+@pytest.mark.parametrize("name", ["digits+mirrored", "digits+mirrored+patches", "digits+patches+", "digits+"])
+def test_features_that_make_no_sense_are_an_unknown_data_set(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="unknown data set"):
+        load(name)

