@@ -74,7 +74,8 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
             ("factors + run,", "factors,"),
             ("if (!keeps)\n        memset", "if (keeps)\n        memset"),
             ("left + run * outputs + o, 1, outputs", "left + run * outputs + o, outputs, 1"),
-            ("room + b * LANES, right + b * width", "room + b * LANES, right"),
+            ("(right + b * width) * factors[b]", "(right + b * width)"),
+            ("right[b * width + k] * factors[b]", "right[k] * factors[b]"),
         ],
     ),
     "conv.c": (

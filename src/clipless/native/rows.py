@@ -7,6 +7,7 @@ float32 in main memory; torch does the same, tensor by tensor, for everything el
 import ctypes
 import functools
 import itertools
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -184,26 +185,30 @@ def widest(device: torch.device) -> torch.dtype:
 
 def build(library: Path) -> Rows | None:
     """The compiled functions of a library, if it has them."""
-    square = function(library, "clipless_squares", *[POINTER, POINTER, COUNT] * 2, POINTER, *[COUNT] * 3)
+    square = function(library, "clipless_squares", POINTER, COUNT, *[POINTER] * 2, COUNT, POINTER, *[COUNT] * 3)
     root = function(library, "clipless_norms", *[POINTER] * 2, COUNT, *[ctypes.c_double] * 2, POINTER)
-    add = function(library, "clipless_add_rows", *[POINTER] * 5, *[COUNT] * 3)
-    multiply = function(library, "clipless_add_products", *[POINTER] * 7, *[COUNT] * 3)
+    add = function(library, "clipless_add_rows", POINTER, *[COUNT] * 3)
+    multiply = function(library, "clipless_add_products", POINTER, *[COUNT] * 3)
     if square is None or root is None or add is None or multiply is None:
         return None
 
     def squares(rows: Sequence[Tensor], terms: Sequence[Term], groups: int) -> Tensor | None:
-        count, records = len(rows), rows[0].shape[0]
-        places, widths, numbers = (POINTER * count)(), (COUNT * count)(), 0
-        for k, tensor in enumerate(rows):
+        count, records, numbers = len(rows), rows[0].shape[0], 0
+        listed: list[int] = []
+        for tensor in rows:
             if not _fits(tensor) or tensor.shape[0] != records:
                 return None
-            places[k], size = tensor.data_ptr(), tensor.numel()
-            widths[k] = size // max(records, 1)
+            size = tensor.numel()
+            listed += (tensor.data_ptr(), size // max(records, 1))
             numbers += size
-        room, found = (torch.empty(size, records, dtype=torch.float64) for size in (count, groups))
-        listed, workers = (COUNT * (3 * len(terms)))(*itertools.chain(*terms)), 1 if numbers < FEW else threads(numbers)
-        sizes = (count, room.data_ptr(), listed, len(terms), found.data_ptr(), groups, records)
-        square(places, widths, *sizes, workers)
+        for term in terms:
+            listed += term
+        room = torch.empty(count, records, dtype=torch.float64)
+        found = torch.empty(groups, records, dtype=torch.float64)
+        memory, workers = array("q", listed), 1 if numbers < FEW else threads(numbers)
+        place = memory.buffer_info()[0]
+        sizes = (len(terms), found.data_ptr(), groups, records, workers)
+        square(place, count, room.data_ptr(), place + 2 * count * memory.itemsize, *sizes)
         return found
 
     def norms(squared: Tensor, dtype: torch.dtype, scale: float, least: float) -> tuple[Tensor, bool] | None:
@@ -223,19 +228,20 @@ def _fits(tensor: Tensor) -> bool:
 
 def _rows(add: Callable[..., None]) -> Callable[[Sequence[Weighted]], bool]:
     def add_rows(sums: Sequence[Weighted]) -> bool:
-        count, records, numbers = len(sums), sums[0].rows.shape[0], 0
-        totals, given, factors = (POINTER * count)(), (POINTER * count)(), (POINTER * count)()
-        widths, betas = (COUNT * count)(), (COUNT * count)()
-        for k, (total, rows, weights, beta) in enumerate(sums):
+        records, numbers, fitting = sums[0].rows.shape[0], 0, None
+        listed: list[int] = []
+        for total, rows, weights, beta in sums:
             width = total.numel()
             if not _fits(total) or not _fits(rows) or rows.shape[0] != records or rows.numel() != records * width:
                 return False
-            if not _fits(weights) or weights.shape != (records,):
-                return False
-            totals[k], given[k], factors[k] = total.data_ptr(), rows.data_ptr(), weights.data_ptr()
-            widths[k], betas[k] = width, beta
+            if weights is not fitting:  # one tensor for all sums of a group
+                if not _fits(weights) or weights.shape != (records,):
+                    return False
+                fitting, place = weights, weights.data_ptr()
+            listed += (total.data_ptr(), rows.data_ptr(), place, width, beta)
             numbers += records * width
-        add(totals, given, factors, widths, betas, count, records, 1 if numbers < FEW else threads(4 * numbers))
+        memory = array("q", listed)
+        add(memory.buffer_info()[0], len(sums), records, 1 if numbers < FEW else threads(4 * numbers))
         return True
 
     return add_rows
@@ -243,21 +249,24 @@ def _rows(add: Callable[..., None]) -> Callable[[Sequence[Weighted]], bool]:
 
 def _products(multiply: Callable[..., None]) -> Callable[[Sequence[Product]], bool]:
     def add_products(sums: Sequence[Product]) -> bool:
-        count, records, numbers = len(sums), sums[0].left.shape[0], 0
-        totals, lefts, rights, factors = [(POINTER * count)() for _ in range(4)]
-        rows, widths, betas = [(COUNT * count)() for _ in range(3)]
-        for k, (total, left, right, weights, beta) in enumerate(sums):
+        records, numbers, fitting = sums[0].left.shape[0], 0, None
+        listed: list[int] = []
+        for total, left, right, weights, beta in sums:
             outputs, width = total.shape
-            if not all(map(_fits, (total, left, right, weights))) or weights.shape != (records,):
+            if not _fits(total) or not _fits(left) or not _fits(right):
                 return False
             sizes = (left.shape[0], left.numel(), right.shape[0], right.numel())
             if sizes != (records, records * outputs, records, records * width):
                 return False
-            totals[k], lefts[k], rights[k] = total.data_ptr(), left.data_ptr(), right.data_ptr()
-            factors[k], rows[k], widths[k], betas[k] = weights.data_ptr(), outputs, width, beta
+            if weights is not fitting:
+                if not _fits(weights) or weights.shape != (records,):
+                    return False
+                fitting, place = weights, weights.data_ptr()
+            listed += (total.data_ptr(), left.data_ptr(), right.data_ptr(), place, outputs, width, beta)
             numbers += records * outputs * width
+        memory = array("q", listed)
         workers = 1 if numbers < OPERATIONS * WORTH_A_THREAD else threads(numbers // OPERATIONS)
-        multiply(totals, lefts, rights, factors, rows, widths, betas, count, records, workers)
+        multiply(memory.buffer_info()[0], len(sums), records, workers)
         return True
 
     return add_products
