@@ -41,8 +41,8 @@ SABOTAGES = (
     Sabotage(
         "mean-loss-not-undone",
         SUMS,
-        "            factors = factors * micro.scale\n",
-        "            pass\n",
+        "add_all(addends, micro.scale)",
+        "add_all(addends)",
         ("tests/gradients/forms/test_numbers.py::test_means_and_sums_of_losses_give_the_same_sum",),
     ),
     Sabotage(

@@ -177,8 +177,6 @@ class ClippedSums:
         if not norms.usual and values.numel():
             factors = factors.masked_fill(values == 0, 0.0)
             finite = values < torch.inf if float(values.max()) == torch.inf else None
-        if micro.scale != 1.0:
-            factors = factors * micro.scale
         records = values.shape[1]
         for first in range(0, records, BLOCK):
             some, addends = slice(first, min(first + BLOCK, records)), []
@@ -192,7 +190,7 @@ class ClippedSums:
                     few = few if finite is None else few.keep(finite[row, some])
                     beta = running.make_room(some.stop - first)
                     addends.append(Addend(few, running.block, own, beta))
-            add_all(addends)
+            add_all(addends, micro.scale)
 
     def _scatter(self, micro: MicroBatch, norms: "Norms", shards: Shards) -> None:
         """Clip everything by the norms of all groups, and add this process's part of each sum over all processes."""

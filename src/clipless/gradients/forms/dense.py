@@ -64,9 +64,9 @@ def product_methods(b: int, t: int, i: int, o: int, size: int) -> Mapping[str, C
 class OuterProducts:
     """g_b = Σ_t grads[b,t]ᵀ acts[b,t]: norms from Gram matrices, or everything written out.
 
-    Without positions, [b,i] and [b,o], there is one: `acts` and `grads` always have three dimensions, and what was `given` is
-    what the compiled functions read. A `twin` has the same grads, so that their Gram matrix is computed once. `summed` has
-    the grads summed over positions, so that their norms are computed once.
+    Without positions, [b,i] and [b,o], there is one: `acts` and `grads` always have three dimensions, and compiled functions
+    read what was `given`. A `twin` has the same grads, so that their Gram matrix is computed once. `summed` has the grads
+    summed over positions, so that their norms are computed once.
     """
 
     def __init__(
@@ -212,10 +212,11 @@ def _row(key: int, grads: Tensor, places: dict[int, int], rows: list[Tensor]) ->
     return place
 
 
-def add_all(addends: Iterable[Addend]) -> None:
-    """Add every form to its total. All totals are different tensors."""
+def add_all(addends: Iterable[Addend], scale: float = 1.0) -> None:
+    """Add every form to its total, with all factors times a scale. All totals are different tensors."""
     written: list[Weighted] = []
     products: list[Product] = []
+    last: Tensor | None = None
     for form, total, factors, beta in addends:
         if isinstance(form, Instantiated):
             written.append(Weighted(total, _as_rows(form.grads), factors, beta))
@@ -223,11 +224,13 @@ def add_all(addends: Iterable[Addend]) -> None:
             acts, grads = form.given
             products.append(Product(total, grads, acts, factors, beta))
         else:
-            form.add_to(total, factors, beta)
+            if factors is not last:  # one tensor for all forms of a group
+                last, weights = factors, factors if scale == 1.0 else factors * scale
+            form.add_to(total, weights, beta)
     if written:
-        add_rows(written)
+        add_rows(written, scale)
     if products:
-        add_products(products)
+        add_products(products, scale)
 
 
 def weighted_sum(form: Form, factors: Tensor, like: Tensor) -> Tensor:
