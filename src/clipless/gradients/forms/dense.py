@@ -61,39 +61,35 @@ def product_methods(b: int, t: int, i: int, o: int, size: int) -> Mapping[str, C
     }
 
 
+@dataclass(eq=False, repr=False)
 class OuterProducts:
     """g_b = Σ_t grads[b,t]ᵀ acts[b,t]: norms from Gram matrices, or everything written out.
 
-    Without positions, [b,i] and [b,o], there is one: `acts` and `grads` always have three dimensions, and compiled functions
-    read what was `given`. A `twin` has the same grads, so that their Gram matrix is computed once. `summed` has the grads
-    summed over positions, so that their norms are computed once.
+    What is given without positions, [b,i] and [b,o], has one: `acts` and `grads` always have three dimensions. A `twin` has
+    the same grads, so that their Gram matrix is computed once. `summed` has the grads summed over positions, so that their
+    norms are computed once.
     """
 
-    def __init__(
-        self,
-        acts: Tensor,  # [b,t,i]
-        grads: Tensor,  # [b,t,o]
-        twin: "OuterProducts | None" = None,
-        summed: Instantiated | None = None,
-    ) -> None:
-        self.given, self.twin, self.summed = (acts, grads), twin, summed
+    given_acts: Tensor  # [b,t,i]
+    given_grads: Tensor  # [b,t,o]
+    twin: "OuterProducts | None" = None
+    summed: Instantiated | None = None
 
     @cached_property
     def acts(self) -> Tensor:
-        return _with_positions(self.given[0])
+        return _with_positions(self.given_acts)
 
     @cached_property
     def grads(self) -> Tensor:
-        return _with_positions(self.given[1])
+        return _with_positions(self.given_grads)
 
     @property
     def is_single(self) -> bool:
         """Whether g_b is a single outer product, whose norm is the product of two norms."""
-        acts = self.given[0]
-        return acts.dim() == 2 or acts.shape[1] == 1
+        return self.given_acts.dim() == 2 or self.given_acts.shape[1] == 1
 
     def __len__(self) -> int:
-        return self.given[0].shape[0]
+        return self.given_acts.shape[0]
 
     @cached_property
     def sq_norms(self) -> Tensor:
@@ -174,8 +170,7 @@ def can_wait(form: Form, size: int) -> bool:
     if isinstance(form, Instantiated):
         return form.grads.nbytes < size
     if isinstance(form, OuterProducts) and form.is_single:
-        acts, grads = form.given
-        return acts.nbytes < size and grads.nbytes < size
+        return form.given_acts.nbytes < size and form.given_grads.nbytes < size
     return False
 
 
@@ -191,10 +186,9 @@ def squares_of(forms: Sequence[tuple[int, Form]], groups: int, records: int) -> 
         if "sq_norms" not in vars(form) and isinstance(form, Instantiated):
             terms.append((group, _row(id(form), form.grads, places, rows), -1))
         elif "sq_norms" not in vars(form) and isinstance(form, OuterProducts) and form.is_single:
-            acts, grads = form.given
             key = id(form if form.summed is None else form.summed)
-            terms.append((group, _row(key, grads.contiguous(), places, rows), len(rows)))
-            rows.append(acts)
+            terms.append((group, _row(key, form.given_grads.contiguous(), places, rows), len(rows)))
+            rows.append(form.given_acts)
         else:
             where.append(group)
             known.append(form.sq_norms)
@@ -221,8 +215,7 @@ def add_all(addends: Iterable[Addend], scale: float = 1.0) -> None:
         if isinstance(form, Instantiated):
             written.append(Weighted(total, _as_rows(form.grads), factors, beta))
         elif isinstance(form, OuterProducts) and form.is_single and len(form) * total.numel() <= MOST:
-            acts, grads = form.given
-            products.append(Product(total, grads, acts, factors, beta))
+            products.append(Product(total, form.given_grads, form.given_acts, factors, beta))
         else:
             if factors is not last:  # one tensor for all forms of a group
                 last, weights = factors, factors if scale == 1.0 else factors * scale
