@@ -72,11 +72,10 @@ class ClippedSums:
     def complete(self) -> dict[str, Tensor]:
         """The sum of every parameter, zeros if no record has reached it, in at least float32. The memory is reused at every
         step and must not be released."""
-        self._drop_unfit()
         complete = {}
         for name, parameter in self._parameters.items():
             running = self._sums.get(name)
-            if running is None:
+            if running is None or running.block.device != parameter.device:
                 shape = None if self._shards is None else self._shards.shape(name)
                 running = self._sums[name] = RunningSum(parameter, shape)
             complete[name] = running.total()
