@@ -41,9 +41,16 @@ SABOTAGES = (
     Sabotage(
         "mean-loss-not-undone",
         SUMS,
-        "            factors = factors * micro.scale\n",
-        "            pass\n",
+        "add_all(addends, micro.scale)",
+        "add_all(addends)",
         ("tests/gradients/forms/test_numbers.py::test_means_and_sums_of_losses_give_the_same_sum",),
+    ),
+    Sabotage(
+        "the-first-groups-factors-for-all",
+        DENSE,
+        "if factors is not last:",
+        "if last is None:",
+        ("tests/gradients/forms/test_dense.py::test_every_form_is_added_with_its_own_factors_times_the_scale",),
     ),
     Sabotage(
         "norms-of-a-mean-loss",

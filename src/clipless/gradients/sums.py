@@ -72,11 +72,10 @@ class ClippedSums:
     def complete(self) -> dict[str, Tensor]:
         """The sum of every parameter, zeros if no record has reached it, in at least float32. The memory is reused at every
         step and must not be released."""
-        self._drop_unfit()
         complete = {}
         for name, parameter in self._parameters.items():
             running = self._sums.get(name)
-            if running is None:
+            if running is None or running.block.device != parameter.device:
                 shape = None if self._shards is None else self._shards.shape(name)
                 running = self._sums[name] = RunningSum(parameter, shape)
             complete[name] = running.total()
@@ -177,8 +176,6 @@ class ClippedSums:
         if not norms.usual and values.numel():
             factors = factors.masked_fill(values == 0, 0.0)
             finite = values < torch.inf if float(values.max()) == torch.inf else None
-        if micro.scale != 1.0:
-            factors = factors * micro.scale
         records = values.shape[1]
         for first in range(0, records, BLOCK):
             some, addends = slice(first, min(first + BLOCK, records)), []
@@ -192,7 +189,7 @@ class ClippedSums:
                     few = few if finite is None else few.keep(finite[row, some])
                     beta = running.make_room(some.stop - first)
                     addends.append(Addend(few, running.block, own, beta))
-            add_all(addends)
+            add_all(addends, micro.scale)
 
     def _scatter(self, micro: MicroBatch, norms: "Norms", shards: Shards) -> None:
         """Clip everything by the norms of all groups, and add this process's part of each sum over all processes."""

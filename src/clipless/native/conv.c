@@ -60,7 +60,7 @@ INLINE void some_channels(const struct sizes *s, const float *restrict seen, con
         }
         for (int64_t k = 0; k < columns; k += LANES)
             for (int64_t o = 0; o < s->outputs; o += ROWS)
-                multiply(grad + o * positions + first, positions, 1, NULL, patches + k, stride, count,
+                multiply(grad + o * positions + first, positions, 1, patches + k, stride, count,
                          out + o * all + k, all, columns - k < LANES ? columns - k : LANES,
                          s->outputs - o < ROWS ? s->outputs - o : ROWS, first == 0);
     }

@@ -31,7 +31,7 @@ INLINE void transpose(const float *restrict a, int64_t position, int64_t positio
 INLINE void products(const float *restrict a, int64_t position, int64_t width, const float *restrict across,
                      int64_t row, int64_t column, int count, float *restrict tile) {
     for (int64_t k = 0; k < width; k += RUN)
-        multiply(a + row * position + k, position, 1, NULL, across + column * width + k * LANES, LANES,
+        multiply(a + row * position + k, position, 1, across + column * width + k * LANES, LANES,
                  width - k < RUN ? width - k : RUN, tile, LANES, LANES, count, k == 0);
 }
 

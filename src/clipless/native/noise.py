@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -57,24 +58,16 @@ def build(library: Path, chunk: int = 1024, narrow: bool = False) -> Noise | Non
         places: Sequence[int] | None = None,
     ) -> None:
         sizes = list(map(Tensor.numel, into))
-        addresses = [list(map(Tensor.data_ptr, tensors)) for tensors in (into, sums)]
+        addresses = [*map(Tensor.data_ptr, into), *map(Tensor.data_ptr, sums)]
+        work = 8 * sum(sizes)
         if places is not None:
             addresses, stddevs, sizes = _with_gaps(addresses, stddevs, sizes, places)
-        count = len(sizes)
-        starts = (COUNT * (count + 1))(0, *itertools.accumulate(sizes))
-        pointers = [(POINTER * count)(*each) for each in addresses]
-        work = 8 * starts[count] if places is None else 8 * sum(map(Tensor.numel, into))
-        workers = 1 if work < WORTH_A_THREAD else threads(work)
-        release(
-            KEY_MEMORY.from_buffer(key),
-            *pointers,
-            (ctypes.c_double * count)(*stddevs),
-            weight,
-            starts,
-            count,
-            narrow,
-            workers,
-        )
+        count, workers = len(sizes), 1 if work < WORTH_A_THREAD else threads(work)
+        words, scales = array("q", [*addresses, 0, *itertools.accumulate(sizes)]), array("d", stddevs)
+        at = words.buffer_info()[0]
+        given, starts = at + count * words.itemsize, at + 2 * count * words.itemsize
+        memory = KEY_MEMORY.from_buffer(key)
+        release(memory, at, given, scales.buffer_info()[0], weight, starts, count, narrow, workers)
 
     def normals(key: bytearray, into: Tensor) -> None:
         numbers(KEY_MEMORY.from_buffer(key), into.data_ptr(), len(into) // chunk, narrow)
@@ -83,11 +76,11 @@ def build(library: Path, chunk: int = 1024, narrow: bool = False) -> Noise | Non
 
 
 def _with_gaps(
-    addresses: list[list[int]], stddevs: Sequence[float], sizes: list[int], places: Sequence[int]
-) -> tuple[list[list[int]], list[float], list[int]]:
+    addresses: list[int], stddevs: Sequence[float], sizes: list[int], places: Sequence[int]
+) -> tuple[list[int], list[float], list[int]]:
     """The same with a null tensor for what lies before each."""
     ends = [0, *(place + size for place, size in zip(places, sizes, strict=True))]
     gaps = [place - end for place, end in zip(places, ends, strict=False)]
-    with_nulls = [[address for each in tensors for address in (0, each)] for tensors in addresses]
+    with_nulls = [address for each in addresses for address in (0, each)]
     scales = [scale for stddev in stddevs for scale in (1.0, stddev)]
     return with_nulls, scales, [part for pair in zip(gaps, sizes, strict=True) for part in pair]

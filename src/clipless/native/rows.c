@@ -1,7 +1,7 @@
 /* Gradients per record, written out as rows or as outer products of rows: their squared lengths, what these add up to, and
    their sums by weights, for many tensors at once.
 
-   Tensor k has `records` rows of widths[k] numbers, one after the other. */
+   A tensor has `records` rows, one after the other. What a function takes of each is a structure of words of 64 bits. */
 
 #include "tile.h"
 
@@ -60,12 +60,16 @@ static void lengths_of(const float *restrict rows, int64_t width, int64_t record
         lengths[b] = squared_length(rows + b * width, width);
 }
 
+struct rows {
+    const float *rows;
+    int64_t width;
+};
+
 /* squares [groups,records], the sum of the group's terms: the squared length of the row of one tensor, times that of another
    unless its number is negative. `lengths` is room for [tensors,records]. Every thread has an equal share of the rows of all
    tensors. */
-void clipless_squares(const float *const *rows, const int64_t *widths, int64_t tensors, double *lengths,
-                      const int64_t *terms, int64_t count, double *squares, int64_t groups, int64_t records,
-                      int64_t threads) {
+void clipless_squares(const struct rows *given, int64_t tensors, double *lengths, const int64_t *terms, int64_t count,
+                      double *squares, int64_t groups, int64_t records, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t thread = 0; thread < threads; thread++) {
         int64_t from = tensors * records * thread / threads, to = tensors * records * (thread + 1) / threads;
@@ -73,7 +77,7 @@ void clipless_squares(const float *const *rows, const int64_t *widths, int64_t t
             int64_t row = from > k * records ? from - k * records : 0;
             int64_t end = to - k * records < records ? to - k * records : records;
             if (row < end)
-                lengths_of(rows[k] + row * widths[k], widths[k], end - row, lengths + k * records + row);
+                lengths_of(given[k].rows + row * given[k].width, given[k].width, end - row, lengths + k * records + row);
         }
     }
     memset(squares, 0, groups * records * sizeof *squares);
@@ -98,26 +102,27 @@ void clipless_norms(const double *squares, float *norms, int64_t count, double s
     *unusual = found;
 }
 
-/* sum [columns] plus the rows times their factors. */
-static inline void add_run(float *restrict sum, const float *restrict a, const float *restrict factors, int64_t records,
-                           int64_t width, int64_t columns) {
+/* sum [columns] plus the rows times their factors times the scale. */
+static inline void add_run(float *restrict sum, const float *restrict a, const float *restrict factors, float scale,
+                           int64_t records, int64_t width, int64_t columns) {
     int64_t row = 0;
     for (; row + 4 <= records; row += 4, a += 4 * width) {
         const float *restrict b = a + width, *restrict c = b + width, *restrict d = c + width;
-        float fa = factors[row], fb = factors[row + 1], fc = factors[row + 2], fd = factors[row + 3];
+        float fa = factors[row] * scale, fb = factors[row + 1] * scale;
+        float fc = factors[row + 2] * scale, fd = factors[row + 3] * scale;
         for (int64_t k = 0; k < columns; k++)
             sum[k] += (fa * a[k] + fb * b[k]) + (fc * c[k] + fd * d[k]);
     }
     for (; row < records; row++, a += width) {
-        float factor = factors[row];
+        float factor = factors[row] * scale;
         for (int64_t k = 0; k < columns; k++)
             sum[k] += factor * a[k];
     }
 }
 
 FOR_EACH_PROCESSOR
-static void add_columns(float *restrict total, const float *restrict rows, const float *restrict factors, int64_t records,
-                        int64_t width, int64_t keeps, int64_t column, int64_t end) {
+static void add_columns(float *restrict total, const float *restrict rows, const float *restrict factors, float scale,
+                        int64_t records, int64_t width, int64_t keeps, int64_t column, int64_t end) {
     float run[COLUMNS];
     for (; column < end; column += COLUMNS) {
         int64_t columns = end - column < COLUMNS ? end - column : COLUMNS;
@@ -125,80 +130,91 @@ static void add_columns(float *restrict total, const float *restrict rows, const
         if (!keeps)
             memset(sum, 0, columns * sizeof *sum);
         if (records <= RUN) {
-            add_run(sum, rows + column, factors, records, width, columns);
+            add_run(sum, rows + column, factors, scale, records, width, columns);
             continue;
         }
         for (int64_t row = 0; row < records; row += RUN) {
             memset(run, 0, columns * sizeof *run);
-            add_run(run, rows + column + row * width, factors + row, records - row < RUN ? records - row : RUN, width,
-                    columns);
+            add_run(run, rows + column + row * width, factors + row, scale, records - row < RUN ? records - row : RUN,
+                    width, columns);
             for (int64_t k = 0; k < columns; k++)
                 sum[k] += run[k];
         }
     }
 }
 
-/* total [width] plus, or if it is not kept instead of it, the sum of the rows times their factors [records]. Every thread
-   has an equal share of the columns of all tensors. */
-void clipless_add_rows(float *const *totals, const float *const *rows, const float *const *factors, const int64_t *widths,
-                       const int64_t *keeps, int64_t tensors, int64_t records, int64_t threads) {
+struct weighted {
+    float *total;
+    const float *rows, *factors;
+    int64_t width, keeps;
+};
+
+/* total [width] plus, or if it is not kept instead of it, the sum of the rows times their factors [records] times the scale.
+   Every thread has an equal share of the columns of all tensors. */
+void clipless_add_rows(const struct weighted *sums, int64_t tensors, double scale, int64_t records, int64_t threads) {
     int64_t all = 0;
     for (int64_t k = 0; k < tensors; k++)
-        all += widths[k];
+        all += sums[k].width;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t thread = 0; thread < threads; thread++) {
         int64_t from = all * thread / threads, to = all * (thread + 1) / threads, start = 0;
-        for (int64_t k = 0; k < tensors; start += widths[k++]) {
-            int64_t column = from > start ? from - start : 0, end = to - start < widths[k] ? to - start : widths[k];
+        for (const struct weighted *sum = sums; sum < sums + tensors; start += sum++->width) {
+            int64_t column = from > start ? from - start : 0, end = to - start < sum->width ? to - start : sum->width;
             if (column < end)
-                add_columns(totals[k], rows[k], factors[k], records, widths[k], keeps[k], column, end);
+                add_columns(sum->total, sum->rows, sum->factors, (float)scale, records, sum->width, sum->keeps, column,
+                            end);
         }
     }
 }
 
-/* The last columns of a run, with room to read LANES of them. */
-INLINE const float *last_columns(const float *restrict right, int64_t records, int64_t width, int64_t columns,
-                                 float *restrict room) {
-    memset(room, 0, records * LANES * sizeof *room);
-    for (int64_t b = 0; b < records; b++)
-        memcpy(room + b * LANES, right + b * width, columns * sizeof *room);
-    return room;
+/* Some columns of a run times the factors times the scale, with zeros up to LANES of them. */
+INLINE void weighted_columns(const float *restrict right, const float *restrict factors, float scale, int64_t records,
+                             int64_t width, int64_t columns, float *restrict room) {
+    if (columns == LANES)
+        for (int64_t b = 0; b < records; b++)
+            *(lanes *)(room + b * LANES) = *(const lanes *)(right + b * width) * (factors[b] * scale);
+    else
+        for (int64_t b = 0; b < records; b++)
+            for (int64_t k = 0; k < LANES; k++)
+                room[b * LANES + k] = k < columns ? right[b * width + k] * (factors[b] * scale) : 0;
 }
 
 /* The rows of a sum from number `row` up to `end`. */
 FOR_EACH_PROCESSOR
 static void add_product(float *restrict total, const float *restrict left, const float *restrict right,
-                        const float *restrict factors, int64_t outputs, int64_t width, int64_t records, int64_t keeps,
-                        int64_t row, int64_t end) {
+                        const float *restrict factors, float scale, int64_t outputs, int64_t width, int64_t records,
+                        int64_t keeps, int64_t row, int64_t end) {
     float room[RUN * LANES];
     if (!keeps)
         memset(total + row * width, 0, (end - row) * width * sizeof *total);
     for (int64_t run = 0; run < records; run += RUN) {
         int64_t count = records - run < RUN ? records - run : RUN;
         for (int64_t k = 0; k < width; k += LANES) {
-            int64_t columns = width - k < LANES ? width - k : LANES, stride = columns < LANES ? LANES : width;
-            const float *some = right + run * width + k;
-            if (columns < LANES)
-                some = last_columns(some, count, width, columns, room);
+            int64_t columns = width - k < LANES ? width - k : LANES;
+            weighted_columns(right + run * width + k, factors + run, scale, count, width, columns, room);
             for (int64_t o = row; o < end; o += ROWS)
-                multiply(left + run * outputs + o, 1, outputs, factors + run, some, stride, count, total + o * width + k,
-                         width, columns, end - o < ROWS ? end - o : ROWS, 0);
+                multiply(left + run * outputs + o, 1, outputs, room, LANES, count, total + o * width + k, width, columns,
+                         end - o < ROWS ? end - o : ROWS, 0);
         }
     }
 }
 
-/* Sum k has outputs[k] rows of widths[k] numbers; what is there is kept, or not. Every thread has an equal share of the rows
-   of each sum. */
-void clipless_add_products(float *const *totals, const float *const *lefts, const float *const *rights,
-                           const float *const *factors, const int64_t *outputs, const int64_t *widths, const int64_t *keeps,
-                           int64_t sums, int64_t records, int64_t threads) {
+struct product {
+    float *total;
+    const float *left, *right, *factors;
+    int64_t outputs, width, keeps;
+};
+
+/* A sum has `outputs` rows of `width` numbers; what is there is kept, or not. Every thread has an equal share of the rows of
+   each sum. */
+void clipless_add_products(const struct product *sums, int64_t count, double scale, int64_t records, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t thread = 0; thread < threads; thread++)
-        for (int64_t k = 0; k < sums; k++) {
-            int64_t tiles = (outputs[k] + ROWS - 1) / ROWS, row = tiles * thread / threads * ROWS;
+        for (const struct product *sum = sums; sum < sums + count; sum++) {
+            int64_t tiles = (sum->outputs + ROWS - 1) / ROWS, row = tiles * thread / threads * ROWS;
             int64_t end = tiles * (thread + 1) / threads * ROWS;
             if (row < end)
-                add_product(totals[k], lefts[k], rights[k], factors[k], outputs[k], widths[k], records, keeps[k], row,
-                            end < outputs[k] ? end : outputs[k]);
+                add_product(sum->total, sum->left, sum->right, sum->factors, (float)scale, sum->outputs, sum->width, records,
+                            sum->keeps, row, end < sum->outputs ? end : sum->outputs);
         }
 }

@@ -7,6 +7,7 @@ float32 in main memory; torch does the same, tensor by tensor, for everything el
 import ctypes
 import functools
 import itertools
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -60,8 +61,8 @@ class Rows(NamedTuple):
 
     squares: Callable[[Sequence[Tensor], Sequence[Term], int], Tensor | None]
     norms: Callable[[Tensor, torch.dtype, float, float], tuple[Tensor, bool] | None]
-    add_rows: Callable[[Sequence[Weighted]], bool]
-    add_products: Callable[[Sequence[Product]], bool]
+    add_rows: Callable[[Sequence[Weighted], float], bool]
+    add_products: Callable[[Sequence[Product], float], bool]
 
 
 def squared_lengths(rows: Sequence[Tensor]) -> Tensor:
@@ -98,8 +99,8 @@ def norms(squared: Tensor, dtype: torch.dtype, scale: float, least: float) -> tu
     return norms_by_torch(squared, dtype, scale, least) if found is None else found
 
 
-def add_rows(sums: Sequence[Weighted]) -> None:
-    """Make all these sums.
+def add_rows(sums: Sequence[Weighted], scale: float = 1.0) -> None:
+    """Make all these sums, with all factors times a scale.
 
     >>> total = torch.tensor([1.0, torch.nan])
     >>> add_rows([Weighted(total, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([10.0, 1.0]), beta=0)])
@@ -107,12 +108,12 @@ def add_rows(sums: Sequence[Weighted]) -> None:
     tensor([13., 24.])
     """
     fast = compiled()
-    if fast is None or not fast.add_rows(sums):
-        sums_by_torch(sums)
+    if fast is None or not fast.add_rows(sums, scale):
+        sums_by_torch(sums, scale)
 
 
-def add_products(sums: Sequence[Product]) -> None:
-    """Make all these sums.
+def add_products(sums: Sequence[Product], scale: float = 1.0) -> None:
+    """Make all these sums, with all factors times a scale.
 
     >>> total = torch.full((1, 2), torch.nan)
     >>> add_products([Product(total, torch.ones(2, 1), torch.eye(2), torch.tensor([3.0, 4.0]), beta=0)])
@@ -120,13 +121,13 @@ def add_products(sums: Sequence[Product]) -> None:
     tensor([[3., 4.]])
     """
     fast = compiled()
-    if fast is None or not fast.add_products(sums):
-        products_by_torch(sums)
+    if fast is None or not fast.add_products(sums, scale):
+        products_by_torch(sums, scale)
 
 
-def products_by_torch(sums: Sequence[Product]) -> None:
+def products_by_torch(sums: Sequence[Product], scale: float) -> None:
     for total, left, right, factors, beta in sums:
-        left, right, weights = _flat(left), _flat(right), factors.to(left.dtype).unsqueeze(1)
+        left, right, weights = _flat(left), _flat(right), (factors * scale).to(left.dtype).unsqueeze(1)
         if right.shape[1] < left.shape[1]:
             right = right * weights
         else:
@@ -170,10 +171,10 @@ def _lengths(rows: Tensor) -> Tensor:
     return squares
 
 
-def sums_by_torch(sums: Sequence[Weighted]) -> None:
+def sums_by_torch(sums: Sequence[Weighted], scale: float) -> None:
     for total, rows, factors, beta in sums:
         flat = total.view(-1)
-        torch.addmv(flat, _flat(rows).mT, factors.to(rows.dtype), beta=beta, out=flat)
+        torch.addmv(flat, _flat(rows).mT, (factors * scale).to(rows.dtype), beta=beta, out=flat)
 
 
 @functools.lru_cache(maxsize=64)
@@ -184,26 +185,26 @@ def widest(device: torch.device) -> torch.dtype:
 
 def build(library: Path) -> Rows | None:
     """The compiled functions of a library, if it has them."""
-    square = function(library, "clipless_squares", *[POINTER, POINTER, COUNT] * 2, POINTER, *[COUNT] * 3)
+    square = function(library, "clipless_squares", POINTER, COUNT, *[POINTER] * 2, COUNT, POINTER, *[COUNT] * 3)
     root = function(library, "clipless_norms", *[POINTER] * 2, COUNT, *[ctypes.c_double] * 2, POINTER)
-    add = function(library, "clipless_add_rows", *[POINTER] * 5, *[COUNT] * 3)
-    multiply = function(library, "clipless_add_products", *[POINTER] * 7, *[COUNT] * 3)
+    add = function(library, "clipless_add_rows", POINTER, COUNT, ctypes.c_double, *[COUNT] * 2)
+    multiply = function(library, "clipless_add_products", POINTER, COUNT, ctypes.c_double, *[COUNT] * 2)
     if square is None or root is None or add is None or multiply is None:
         return None
 
     def squares(rows: Sequence[Tensor], terms: Sequence[Term], groups: int) -> Tensor | None:
-        count, records = len(rows), rows[0].shape[0]
-        places, widths, numbers = (POINTER * count)(), (COUNT * count)(), 0
-        for k, tensor in enumerate(rows):
+        listed: list[int] = []
+        count, records, numbers = len(rows), rows[0].shape[0], 0
+        for tensor in rows:
             if not _fits(tensor) or tensor.shape[0] != records:
                 return None
-            places[k], size = tensor.data_ptr(), tensor.numel()
-            widths[k] = size // max(records, 1)
-            numbers += size
+            listed += (tensor.data_ptr(), tensor.numel() // max(records, 1))
+            numbers += tensor.numel()
+        listed.extend(itertools.chain(*terms))
         room, found = (torch.empty(size, records, dtype=torch.float64) for size in (count, groups))
-        listed, workers = (COUNT * (3 * len(terms)))(*itertools.chain(*terms)), 1 if numbers < FEW else threads(numbers)
-        sizes = (count, room.data_ptr(), listed, len(terms), found.data_ptr(), groups, records)
-        square(places, widths, *sizes, workers)
+        memory, sizes = array("q", listed), (groups, records, 1 if numbers < FEW else threads(numbers))
+        place, end = memory.buffer_info()[0], 2 * count * memory.itemsize
+        square(place, count, room.data_ptr(), place + end, len(terms), found.data_ptr(), *sizes)
         return found
 
     def norms(squared: Tensor, dtype: torch.dtype, scale: float, least: float) -> tuple[Tensor, bool] | None:
@@ -221,43 +222,42 @@ def _fits(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 
-def _rows(add: Callable[..., None]) -> Callable[[Sequence[Weighted]], bool]:
-    def add_rows(sums: Sequence[Weighted]) -> bool:
-        count, records, numbers = len(sums), sums[0].rows.shape[0], 0
-        totals, given, factors = (POINTER * count)(), (POINTER * count)(), (POINTER * count)()
-        widths, betas = (COUNT * count)(), (COUNT * count)()
-        for k, (total, rows, weights, beta) in enumerate(sums):
+def _rows(add: Callable[..., None]) -> Callable[[Sequence[Weighted], float], bool]:
+    def add_rows(sums: Sequence[Weighted], scale: float) -> bool:
+        last: Tensor | None = None
+        listed: list[int] = []
+        records, numbers = sums[0].rows.shape[0], 0
+        for total, rows, weights, beta in sums:
             width = total.numel()
-            if not _fits(total) or not _fits(rows) or rows.shape[0] != records or rows.numel() != records * width:
+            fits = _fits(total) and _fits(rows) and rows.shape[0] == records and rows.numel() == records * width
+            if not fits or (weights is not last and not (_fits(weights) and weights.shape == (records,))):
                 return False
-            if not _fits(weights) or weights.shape != (records,):
-                return False
-            totals[k], given[k], factors[k] = total.data_ptr(), rows.data_ptr(), weights.data_ptr()
-            widths[k], betas[k] = width, beta
+            last = weights  # one tensor for all sums of a group
+            listed += (total.data_ptr(), rows.data_ptr(), weights.data_ptr(), width, beta)
             numbers += records * width
-        add(totals, given, factors, widths, betas, count, records, 1 if numbers < FEW else threads(4 * numbers))
+        memory = array("q", listed)
+        add(memory.buffer_info()[0], len(sums), scale, records, 1 if numbers < FEW else threads(4 * numbers))
         return True
 
     return add_rows
 
 
-def _products(multiply: Callable[..., None]) -> Callable[[Sequence[Product]], bool]:
-    def add_products(sums: Sequence[Product]) -> bool:
-        count, records, numbers = len(sums), sums[0].left.shape[0], 0
-        totals, lefts, rights, factors = [(POINTER * count)() for _ in range(4)]
-        rows, widths, betas = [(COUNT * count)() for _ in range(3)]
-        for k, (total, left, right, weights, beta) in enumerate(sums):
+def _products(multiply: Callable[..., None]) -> Callable[[Sequence[Product], float], bool]:
+    def add_products(sums: Sequence[Product], scale: float) -> bool:
+        last: Tensor | None = None
+        listed: list[int] = []
+        records, numbers = sums[0].left.shape[0], 0
+        for total, left, right, weights, beta in sums:
             outputs, width = total.shape
-            if not all(map(_fits, (total, left, right, weights))) or weights.shape != (records,):
+            sizes = (left.shape[0], left.numel(), right.shape[0], right.numel(), *weights.shape)
+            fits = _fits(total) and _fits(left) and _fits(right) and (weights is last or _fits(weights))
+            if not fits or sizes != (records, records * outputs, records, records * width, records):
                 return False
-            sizes = (left.shape[0], left.numel(), right.shape[0], right.numel())
-            if sizes != (records, records * outputs, records, records * width):
-                return False
-            totals[k], lefts[k], rights[k] = total.data_ptr(), left.data_ptr(), right.data_ptr()
-            factors[k], rows[k], widths[k], betas[k] = weights.data_ptr(), outputs, width, beta
+            last = weights
+            listed += (total.data_ptr(), left.data_ptr(), right.data_ptr(), weights.data_ptr(), outputs, width, beta)
             numbers += records * outputs * width
-        workers = 1 if numbers < OPERATIONS * WORTH_A_THREAD else threads(numbers // OPERATIONS)
-        multiply(totals, lefts, rights, factors, rows, widths, betas, count, records, workers)
+        memory, work = array("q", listed), numbers // OPERATIONS
+        multiply(memory.buffer_info()[0], len(sums), scale, records, 1 if work < WORTH_A_THREAD else threads(work))
         return True
 
     return add_products
@@ -272,8 +272,8 @@ def _pairs(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
             [Weighted(torch.full(part.shape[1:], 1.0 if beta else torch.nan), part, factors, beta) for part in rows]
             for _ in range(2)
         )
-        ours.add_rows(one)
-        sums_by_torch(other)
+        ours.add_rows(one, 0.7)
+        sums_by_torch(other, 0.7)
         terms = [(0, 2, 1), (2, 3, -1), (0, 1, -1), (1, 0, -1)]
         found, expected = ours.squares(rows, terms, 3), squares_by_torch(rows, terms, 3)
         yield (torch.full_like(expected, torch.nan) if found is None else found), expected
@@ -285,8 +285,8 @@ def _pairs(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
         yield (torch.full_like(expected, torch.nan) if rooted is None or rooted[1] != usual else rooted[0]), expected
     for records, beta in itertools.product((1, 64, 131), (0, 1)):
         ours_, theirs = ([_example(records, o, i, beta) for o, i in ((1, 1), (9, 37), (16, 32))] for _ in range(2))
-        ours.add_products(ours_)
-        products_by_torch(theirs)
+        ours.add_products(ours_, 0.7)
+        products_by_torch(theirs, 0.7)
         yield from ((a.total, b.total) for a, b in zip(ours_, theirs, strict=True))
 
 

@@ -11,20 +11,17 @@
 
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
 
-/* made [count,columns] = Σ_t factors[t] · left[row,t] · right[t,column], added to what is there unless it is the `first`
-   part. Number t of row r of `left` lies at r·step + t·apart, row t of `right` at t·stride, and LANES of its numbers can be
-   read; rows of `made` are `width` apart. Without factors they are 1. */
-INLINE void multiply(const float *restrict left, int64_t step, int64_t apart, const float *restrict factors,
-                     const float *restrict right, int64_t stride, int64_t terms, float *restrict made, int64_t width,
-                     int64_t columns, int count, int first) {
+/* made [count,columns] = Σ_t left[row,t] · right[t,column], added to what is there unless it is the `first` part. Number t of
+   row r of `left` lies at r·step + t·apart, row t of `right` at t·stride, and LANES of its numbers can be read; rows of
+   `made` are `width` apart. */
+INLINE void multiply(const float *restrict left, int64_t step, int64_t apart, const float *restrict right, int64_t stride,
+                     int64_t terms, float *restrict made, int64_t width, int64_t columns, int count, int first) {
     lanes sums[ROWS] = {0};
     const float *rows[ROWS];
     for (int row = 0; row < ROWS; row++)
         rows[row] = left + (row < count ? row : 0) * step;
     for (int64_t t = 0; t < terms; t++) {
         lanes numbers = *(const lanes *)(right + t * stride);
-        if (factors)
-            numbers *= factors[t];
         for (int row = 0; row < ROWS; row++)
             sums[row] += rows[row][t * apart] * numbers;
     }

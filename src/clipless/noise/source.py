@@ -45,10 +45,11 @@ class NoiseSource:
         that it would get as a part of the whole.
         """
         sums, outs, fits = [], [], True
-        for value, stddev in zip(values, stddevs, strict=True):
+        for stddev in set(stddevs):
             least = min(stddev, stddev / divisor)
             if not (least >= LEAST_STDDEV and stddev / divisor < math.inf):
                 raise _too_little(least)
+        for value, _ in zip(values, stddevs, strict=True):
             here = value.detach() if value.requires_grad else value
             if not (here.dtype is torch.float32 and here.is_cpu and here.is_contiguous()):
                 here = self._brought_here(here)

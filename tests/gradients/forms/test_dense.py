@@ -1,5 +1,7 @@
 """Norms of many forms at once are those of each by itself, whatever they share and in whatever order they come."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -96,3 +98,19 @@ def test_gradients_that_are_the_same_for_all_records_are_rows_too(shape: tuple[i
 )
 def test_small_ones_wait_for_others(form: Form, waits: bool) -> None:
     assert can_wait(form, size=4 * 8 * 4 + 1) == waits
+
+
+def test_every_form_is_added_with_its_own_factors_times_the_scale() -> None:
+    """Written out, single products with and without a dimension of positions, and sums of products, in two groups."""
+    torch.manual_seed(0)
+    b, i, o = 6, 5, 4
+    kinds: list[Callable[[], Form]] = [
+        lambda: Instantiated(torch.randn(b, o, i)),
+        lambda: OuterProducts(torch.randn(b, i), torch.randn(b, o)),
+        lambda: OuterProducts(torch.randn(b, 1, i), torch.randn(b, 1, o)),
+        lambda: OuterProducts(torch.randn(b, 3, i), torch.randn(b, 3, o)),
+    ]
+    addends = [Addend(kind(), torch.full((o, i), torch.nan), torch.rand(b), 0) for _ in range(2) for kind in kinds]
+    add_all(addends, scale=3.0)
+    for form, total, factors, _ in addends:
+        torch.testing.assert_close(total, torch.einsum("b,boi->oi", 3 * factors, form.per_record()))

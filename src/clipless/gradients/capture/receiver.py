@@ -263,18 +263,16 @@ class Receiver:
                 self.trial.add(name, form, self._parameters[name])
             return
         arrivals = self._arrivals
+        complete: list[tuple[str, list[Form]]] = []
         for name, form in forms:
             if name in arrivals.complete:
                 raise messages.used_again(name)
-            arrivals.forms.setdefault(name, []).append(form)
-        if micro.late:
-            return
-        complete: list[tuple[str, list[Form]]] = []
-        for name, _ in forms:
-            if name in arrivals.forms and len(arrivals.forms[name]) == micro.uses[name]:
+            uses = arrivals.forms.setdefault(name, [])
+            uses.append(form)
+            if not micro.late and len(uses) == micro.uses[name]:
                 arrivals.complete.add(name)
-                whole = arrivals.forms.pop(name)
-                complete.append((name, by_record(whole) if micro.routed else whole))  # type: ignore[arg-type]
+                del arrivals.forms[name]
+                complete.append((name, by_record(uses) if micro.routed else uses))  # type: ignore[arg-type]
         if complete:
             self._sink.take(micro, complete)
 

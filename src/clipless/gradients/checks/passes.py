@@ -94,7 +94,7 @@ class ForwardPass:
     steps: set[object] = field(default_factory=set)
     last: str = ""
     rerun: Rerun | None = None
-    anchor: Tensor = field(default_factory=partial(torch.zeros, (), requires_grad=True))
+    anchor: Tensor = field(default_factory=partial(torch.empty, (), requires_grad=True))
     outputs: tuple[Tensor, ...] = ()
     places: list[int] = field(default_factory=list)
     out_dims: Dims = ()

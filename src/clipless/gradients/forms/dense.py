@@ -6,7 +6,7 @@ Those that are written out are read in one call for all parameters. Index legend
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,21 +65,35 @@ def product_methods(b: int, t: int, i: int, o: int, size: int) -> Mapping[str, C
 class OuterProducts:
     """g_b = Σ_t grads[b,t]ᵀ acts[b,t]: norms from Gram matrices, or everything written out.
 
-    A `twin` has the same grads, so that their Gram matrix is computed once. `summed` has the grads summed over positions, so
-    that their norms are computed once.
+    What is given without positions, [b,i] and [b,o], has one: `acts` and `grads` always have three dimensions. A `twin` has
+    the same grads, so that their Gram matrix is computed once. `summed` has the grads summed over positions, so that their
+    norms are computed once.
     """
 
-    acts: Tensor  # [b,t,i]
-    grads: Tensor  # [b,t,o]
+    given_acts: Tensor  # [b,t,i]
+    given_grads: Tensor  # [b,t,o]
     twin: "OuterProducts | None" = None
     summed: Instantiated | None = None
 
+    @cached_property
+    def acts(self) -> Tensor:
+        return _with_positions(self.given_acts)
+
+    @cached_property
+    def grads(self) -> Tensor:
+        return _with_positions(self.given_grads)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether g_b is a single outer product, whose norm is the product of two norms."""
+        return self.given_acts.dim() == 2 or self.given_acts.shape[1] == 1
+
     def __len__(self) -> int:
-        return self.acts.shape[0]
+        return self.given_acts.shape[0]
 
     @cached_property
     def sq_norms(self) -> Tensor:
-        if self.acts.shape[1] == 1:
+        if self.is_single:
             return sq_norm(self.acts) * (sq_norm(self.grads) if self.summed is None else self.summed.sq_norms)
         squares, lengths, lost = self.ghost
         return never_too_small(squares, lengths, self.acts.dtype, self._exact, lost)
@@ -109,8 +123,9 @@ class OuterProducts:
         return OuterProducts(self.acts[some], self.grads[some])
 
     def methods(self) -> Mapping[str, Cost]:
-        b, t, i = self.acts.shape
-        return {} if t == 1 else product_methods(b, t, i, self.grads.shape[2], self.acts.element_size())
+        if self.is_single:
+            return {}
+        return product_methods(*self.acts.shape, self.grads.shape[2], self.acts.element_size())
 
     def by(self, method: str) -> Form:
         return self if method == "ghost" else Instantiated(self.per_record())
@@ -154,12 +169,9 @@ def can_wait(form: Form, size: int) -> bool:
     """Whether the norms come from tensors of less than `size` bytes, which are faster to read in one call with others."""
     if isinstance(form, Instantiated):
         return form.grads.nbytes < size
-    return _is_one_product(form) and form.acts.nbytes < size and form.grads.nbytes < size
-
-
-def _is_one_product(form: Form) -> TypeGuard[OuterProducts]:
-    """Whether g_b is a single outer product, whose norm is the product of two norms."""
-    return isinstance(form, OuterProducts) and form.acts.shape[1] == 1
+    if isinstance(form, OuterProducts) and form.is_single:
+        return form.given_acts.nbytes < size and form.given_grads.nbytes < size
+    return False
 
 
 def squares_of(forms: Sequence[tuple[int, Form]], groups: int, records: int) -> Tensor:
@@ -173,10 +185,10 @@ def squares_of(forms: Sequence[tuple[int, Form]], groups: int, records: int) -> 
     for group, form in forms:
         if "sq_norms" not in vars(form) and isinstance(form, Instantiated):
             terms.append((group, _row(id(form), form.grads, places, rows), -1))
-        elif "sq_norms" not in vars(form) and _is_one_product(form):
-            grads = _row(id(form if form.summed is None else form.summed), form.grads, places, rows)
-            terms.append((group, grads, len(rows)))
-            rows.append(form.acts)
+        elif "sq_norms" not in vars(form) and isinstance(form, OuterProducts) and form.is_single:
+            key = id(form if form.summed is None else form.summed)
+            terms.append((group, _row(key, form.given_grads.contiguous(), places, rows), len(rows)))
+            rows.append(form.given_acts)
         else:
             where.append(group)
             known.append(form.sq_norms)
@@ -194,21 +206,24 @@ def _row(key: int, grads: Tensor, places: dict[int, int], rows: list[Tensor]) ->
     return place
 
 
-def add_all(addends: Iterable[Addend]) -> None:
-    """Add every form to its total. All totals are different tensors."""
+def add_all(addends: Iterable[Addend], scale: float = 1.0) -> None:
+    """Add every form to its total, with all factors times a scale. All totals are different tensors."""
     written: list[Weighted] = []
     products: list[Product] = []
+    last: Tensor | None = None
     for form, total, factors, beta in addends:
         if isinstance(form, Instantiated):
             written.append(Weighted(total, _as_rows(form.grads), factors, beta))
-        elif _is_one_product(form) and form.acts.shape[0] * total.numel() <= MOST:
-            products.append(Product(total, form.grads, form.acts, factors, beta))
+        elif isinstance(form, OuterProducts) and form.is_single and len(form) * total.numel() <= MOST:
+            products.append(Product(total, form.given_grads, form.given_acts, factors, beta))
         else:
-            form.add_to(total, factors, beta)
+            if factors is not last:  # one tensor for all forms of a group
+                last, weights = factors, factors if scale == 1.0 else factors * scale
+            form.add_to(total, weights, beta)
     if written:
-        add_rows(written)
+        add_rows(written, scale)
     if products:
-        add_products(products)
+        add_products(products, scale)
 
 
 def weighted_sum(form: Form, factors: Tensor, like: Tensor) -> Tensor:
@@ -224,6 +239,11 @@ def sq_norm(rows: Tensor) -> Tensor:
     if flat.numel() <= FEW:
         return torch.linalg.vector_norm(flat, dim=1, dtype=widest(flat.device)).square()
     return squared_lengths([flat])[0]
+
+
+def _with_positions(rows: Tensor) -> Tensor:
+    """[b,i] as [b,1,i]."""
+    return rows.unsqueeze(1) if rows.dim() == 2 else rows
 
 
 def _as_rows(grads: Tensor) -> Tensor:

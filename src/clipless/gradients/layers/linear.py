@@ -9,8 +9,10 @@ from clipless.gradients.layers.rule import Use, register, register_named
 @register(nn.Linear)
 def linear(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
     given = grads[0] if grads[0].dtype is use.input.dtype else grads[0].to(use.input.dtype)
-    acts, grad = positions(use.input), positions(given)  # [b,t,i] [b,t,o]
-    bias = Instantiated(summed(grad) if given.dim() > 2 else given) if "bias" in use.wanted else None
+    acts, grad = use.input, given  # [b,i] [b,o]
+    if given.dim() != 2:
+        acts, grad = positions(acts), positions(given)  # [b,t,i] [b,t,o]
+    bias = Instantiated(grad if grad.dim() == 2 else summed(grad)) if "bias" in use.wanted else None
     forms: dict[str, Form] = {} if bias is None else {"bias": bias}
     if "weight" in use.wanted:
         forms["weight"] = OuterProducts(acts, grad, summed=bias)
