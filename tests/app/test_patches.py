@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from clipless.app.data import patches
+from clipless.errors import InvalidArgument
 
 CHANNELS = sorted(patches.ATOMS)
 
@@ -79,3 +80,13 @@ def test_the_parts_of_an_image_are_averages_that_cover_it() -> None:
     assert torch.allclose(parts.sum(1), torch.ones(patches.GRID**2))
     assert ((parts > 0).sum(0) == 1).all()
     assert math.isclose(float((parts > 0).sum()), 7 * 9)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 28), (3, 28, 4), (2, 28, 28), (4, 8, 8)])
+def test_images_that_patches_cannot_describe_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidArgument, match="leave \\+patches out"):
+        patches.patch_features(torch.zeros(2, *shape))
+
+
+def test_the_smallest_images_have_a_patch_in_every_part() -> None:
+    assert patches.patch_features(images(2, 1, 5)).isfinite().all()

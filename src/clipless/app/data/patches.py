@@ -5,6 +5,7 @@ The dictionary is learned from synthetic pictures of a fixed seed, so it contain
 leaves*, opaque shapes of all sizes that hide each other, whose small patches are distributed much like those of photographs.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -13,7 +14,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clipless.errors import InvalidArgument
+
 PATCH = 6  # pixels on a side
+MARGIN = 2  # pixels added around the image
 ATOMS = {1: 128, 3: 256}  # by number of channels
 GRID = 4  # parts of the image on a side
 THRESHOLD = 0.5  # below which a response does not count
@@ -27,20 +31,34 @@ SAMPLE = 100_000
 LEAST_STDDEV = 0.05  # of a patch the dictionary learns from
 ROUNDS = 10
 SEED = 0
-MADE_OF = f"{PATCH}-{ATOMS}-{GRID}-{THRESHOLD}-{CONTRAST}-{WHITENING}-{PICTURES}-{PICTURE_SIDE}-{ROUNDS}-{SEED}"
+MADE_OF = (
+    f"{PATCH}-{MARGIN}-{ATOMS}-{GRID}-{THRESHOLD}-{CONTRAST}-{WHITENING}-{PICTURES}-{PICTURE_SIDE}-{ROUNDS}-{SEED}"
+)
 
 
 def patch_features(images: Tensor) -> Tensor:
     """(2 * atoms, GRID, GRID) features of each image with pixels in [-1, 1]: positive and negative responses, with mean 0
     and variance 1 within each record."""
+    _refuse_unfit(images.shape[1:])
     atoms = dictionary(images.shape[1])
-    padded = F.pad(images, (PATCH // 2 - 1,) * 4, value=-1.0 if images.shape[1] == 1 else 0.0)
+    padded = F.pad(images, (MARGIN,) * 4, value=-1.0 if images.shape[1] == 1 else 0.0)
     height, width = (side - PATCH + 1 for side in padded.shape[2:])
     responses = contrast_normalised(F.unfold(padded, PATCH).transpose(1, 2)) @ atoms  # b record, l place, a atom
     parts = _parts(height, width)
     found = [parts @ (sign * responses - THRESHOLD).clamp(min=0) for sign in (1, -1)]  # [b,g,a]
     features = torch.cat(found, 2).mT.unflatten(2, (GRID, GRID))
     return F.layer_norm(features, features.shape[1:])
+
+
+def _refuse_unfit(shape: Sequence[int]) -> None:
+    """Images without a patch for every part of the grid, and those of other channels than a dictionary is made for."""
+    channels, *sides = shape
+    least = GRID + PATCH - 1 - 2 * MARGIN
+    if channels not in ATOMS or min(sides) < least:
+        raise InvalidArgument(
+            f"patches are features of grey or colour images with sides of at least {least} pixels, and these have the shape "
+            f"{tuple(shape)}: leave +patches out."
+        )
 
 
 def contrast_normalised(patches: Tensor) -> Tensor:
