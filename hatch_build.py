@@ -3,6 +3,7 @@
 Without one the package works just the same, more slowly.
 """
 
+import hashlib
 import os
 import shlex
 import shutil
@@ -37,8 +38,9 @@ def compile_all(sources: Path, library: Path) -> str | None:
 def compile_with(compiler: list[str], sources: Path, library: Path) -> str | None:
     """Compile with this compiler, or say why not."""
     with tempfile.TemporaryDirectory() as folder:
-        objects, made = [], Path(folder, library.name)
-        for source in sorted(sources.glob("*.c")):
+        objects, made, stamp = [], Path(folder, library.name), Path(folder, "stamp.c")
+        stamp.write_text(f'const char clipless_sources[] = "{digest(sources)}";\n', encoding="ascii")
+        for source in (*sorted(sources.glob("*.c")), stamp):
             objects.append(str(Path(folder, source.name).with_suffix(".o")))
             contract = f"-ffp-contract={'off' if source.name in EXACT else 'fast'}"
             problem = run([*compiler, *FLAGS, contract, "-c", str(source), "-o", objects[-1]])
@@ -48,6 +50,12 @@ def compile_with(compiler: list[str], sources: Path, library: Path) -> str | Non
         if not problem:
             shutil.move(made, library)
         return problem
+
+
+def digest(sources: Path) -> str:
+    """Of all C files of a folder: `native/library.py` uses no library that was made of others."""
+    files = sorted([*sources.glob("*.c"), *sources.glob("*.h")])
+    return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
 
 
 def run(command: list[str]) -> str | None:

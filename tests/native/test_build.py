@@ -191,6 +191,28 @@ def test_a_library_without_the_functions_is_done_without(tmp_path: Path) -> None
         assert load(tmp_path / "other.so") is None
 
 
+def test_a_library_of_other_sources_is_warned_of_and_not_called(
+    tmp_path: Path, quickly: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its functions may take other arguments."""
+    folder, stale = copied(tmp_path / "sources", "rows.c"), tmp_path / "stale.so"
+    assert build_hook().compile_all(folder, stale) is None
+    assert library.is_current(stale, folder)
+    (folder / "rows.c").write_text((folder / "rows.c").read_text() + "\n")
+    library.is_current.cache_clear()
+    monkeypatch.setattr(library, "LIBRARY", stale)
+    monkeypatch.setattr(library, "SOURCES", folder)
+    with pytest.warns(UserWarning, match="install clipless again"):
+        assert library.function(stale, "clipless_norms") is None
+
+
+def test_a_library_without_a_stamp_is_not_current(tmp_path: Path) -> None:
+    (tmp_path / "other.c").write_text("int other(void) { return 1; }")
+    subprocess.run(["cc", "-shared", "-fPIC", tmp_path / "other.c", "-o", tmp_path / "other.so"], check=True)
+    with pytest.warns(UserWarning, match="other sources"):
+        assert not library.is_current(tmp_path / "other.so", tmp_path)
+
+
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "cc -no-such-option"])
 def test_without_a_working_compiler_the_build_says_why_and_leaves_nothing(
     compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

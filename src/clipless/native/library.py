@@ -5,7 +5,9 @@ The threads are OpenMP's, shared with torch: importing torch first makes the two
 
 import ctypes
 import functools
+import hashlib
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +32,10 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def function(library: Path, name: str, *arguments: type) -> Callable[..., None] | None:
-    """A function of the library that returns nothing; None if there is no library or no such function."""
+    """A function of the library that returns nothing; None if there is no library or no such function, or if the package's
+    own library was made of other sources than are there now."""
+    if library == LIBRARY and not is_current(library, SOURCES):
+        return None
     try:
         found = ctypes.CDLL(str(library))[name]
     except (OSError, AttributeError):
@@ -38,6 +43,28 @@ def function(library: Path, name: str, *arguments: type) -> Callable[..., None] 
     found.argtypes = arguments
     found.restype = None
     return found
+
+
+@functools.cache
+def is_current(library: Path, sources: Path) -> bool:
+    """Whether a library was made of these sources. Otherwise its functions may take other arguments, and calling one may
+    write anywhere: so after an update, until it is compiled again. A library that is not current is warned of."""
+    try:
+        made_of = ctypes.c_char_p(ctypes.addressof(ctypes.c_char.in_dll(ctypes.CDLL(str(library)), "clipless_sources")))
+    except OSError:
+        return False
+    except ValueError:  # from before libraries had it
+        made_of = ctypes.c_char_p(b"")
+    files = sorted([*sources.glob("*.c"), *sources.glob("*.h")])
+    digest = hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
+    if made_of.value != digest.encode():
+        warnings.warn(
+            f"{library.name} was compiled from other sources than clipless has now, so it is not used, and training is "
+            "slower: install clipless again (pip install -e . in its folder).",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def checked(
