@@ -85,7 +85,9 @@ def curves(experiment: Configuration, found: Sequence[TableLine], records: Seque
         if key not in line.point:
             axes.axhline(line.mean, color="0.4", linewidth=1, linestyle="--", label=f"{line.row} ({line.mean:.2f})")
     ending = " (dotted: the paper)" if any(line.published for line in found) else ""
-    dress(axes, experiment.title + ending, key, metric_name(found[0].metric), log=experiment.figure.get("log", ""))
+    log = experiment.figure.get("log", "")
+    dress(axes, experiment.title + ending, key, metric_name(found[0].metric), log, legend=None)
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=4)
     places = sorted({line.point[key] for line in found if key in line.point})
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.set_xticks([], minor=True)
