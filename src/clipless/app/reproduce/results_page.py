@@ -17,8 +17,8 @@ from clipless.errors import InvalidArgument
 MARKERS = "<!-- results -->", "<!-- end of results -->"
 INTRODUCTION = """# Results
 
-What `clipless reproduce` measured, beside what the papers published. Every number is computed from the stored runs in
-`experiments/results`; this page is written by `clipless reproduce --page`, and no number in it was typed.
+What `clipless reproduce` measured, beside what the papers published. Tables and figures are computed from the stored runs in
+`experiments/results` by `clipless reproduce --page`; the remarks below them also name what was tried and is not stored.
 Means over seeds with 95 % intervals (Student); ± of the papers is theirs. Accuracies are those after the last epoch, on test
 records, which no guarantee covers. Each line gives the ε of the accountant it was calibrated with, and that of the same run
 by the others; gdp is an approximation that can understate.
