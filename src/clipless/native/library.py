@@ -18,6 +18,7 @@ from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("_compiled.so")
 SOURCES = LIBRARY.parent
+STAMP = "clipless_sources"  # the digest of the sources that the library was made of
 
 POINTER, COUNT = ctypes.c_void_p, ctypes.c_int64
 # Work that takes longer than it takes to wake a thread, in bytes that are read or written.
@@ -50,7 +51,7 @@ def is_current(library: Path, sources: Path) -> bool:
     """Whether a library was made of these sources. Otherwise its functions may take other arguments, and calling one may
     write anywhere: so after an update, until it is compiled again. A library that is not current is warned of."""
     try:
-        made_of = ctypes.c_char_p(ctypes.addressof(ctypes.c_char.in_dll(ctypes.CDLL(str(library)), "clipless_sources")))
+        made_of = ctypes.c_char_p(ctypes.addressof(ctypes.c_char.in_dll(ctypes.CDLL(str(library)), STAMP)))
     except OSError:
         return False
     except ValueError:  # from before libraries had it

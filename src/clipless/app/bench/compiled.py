@@ -101,12 +101,14 @@ SWITCHES: Mapping[str, Switch] = {
     "add_rows": Switch(
         "weighted sums, `rows.c`",
         ("tabular", "cnn", "resnet18", "encoder", "decoder"),
-        lambda: _rows_without(add_rows=lambda sums: False),
+        lambda: _rows_without(add_rows=lambda sums, scale: False),
     ),
     "norm_sums": Switch("scale and shift of layer norms, `layer_norm.c`", ("encoder", "decoder"), _nothing(norm_sums)),
     "conv_rows": Switch("gradients of convolutions, `conv.c`", ("cnn", "resnet18"), _nothing(conv_rows)),
     "add_products": Switch(
-        "sums of small layers, `rows.c`", ("tabular", "cnn"), lambda: _rows_without(add_products=lambda sums: False)
+        "sums of small layers, `rows.c`",
+        ("tabular", "cnn"),
+        lambda: _rows_without(add_products=lambda sums, scale: False),
     ),
     "ghost_norms": Switch("norms from Gram matrices, `gram.c`", ("encoder", "decoder"), _nothing(gram)),
     "lstm": Switch("cells of LSTMs, `lstm.c`", ("lstm",), _nothing(compiled_lstm)),
