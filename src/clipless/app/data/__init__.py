@@ -14,14 +14,17 @@ from clipless.app.data.features import is_known, with_features
 from clipless.app.data.files import idx_folder, npz_archive
 from clipless.app.data.images import cifar10, fashion_mnist, mnist, svhn
 from clipless.app.data.own import TABLE_ENDS, OwnData, is_function, load_features, load_function, load_table
+from clipless.app.data.sentences import NAME as MINILM
+from clipless.app.data.sentences import with_minilm
 from clipless.app.data.tables import adult, adult_labels, housing, wine
-from clipless.app.data.texts import e2e, names, qnli, snli, sst2
+from clipless.app.data.texts import Sentences, e2e, names, qnli, snli, sst2
 from clipless.arguments import unknown_name
 from clipless.errors import InvalidArgument
 
 __all__ = ["DATA", "Data", "OwnData", "load", "load_features"]
 
 # Each takes the folder to look in; None: those of CLIPLESS_DATA and of the system's packages.
+SENTENCES: dict[str, Callable[[str | Path | None], Sentences]] = {"sst2": sst2, "qnli": qnli, "snli": snli}
 DATA: dict[str, Callable[[str | Path | None], Data]] = {
     "digits": lambda _: digits(),
     "fashion-mnist": fashion_mnist,
@@ -31,9 +34,9 @@ DATA: dict[str, Callable[[str | Path | None], Data]] = {
     "names": names,
     "wine": wine,
     "housing": housing,
-    "sst2": sst2,
-    "qnli": qnli,
-    "snli": snli,
+    "sst2": lambda folder: sst2(folder).hashed(),
+    "qnli": lambda folder: qnli(folder).hashed(),
+    "snli": lambda folder: snli(folder).hashed(),
     "e2e": e2e,
     "adult": adult,
     "adult-labels": adult_labels,
@@ -50,6 +53,7 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, own: OwnD
     the folders of the environment variable CLIPLESS_DATA; nothing is downloaded. `+scattering` after the name of a set of
     images turns each into fixed features (kymatio), `+patches` into responses to a fixed dictionary, `+efficientnet` into
     those of a network trained on ImageNet; `+mirrored` at the end averages them over the image and its mirror image.
+    `+minilm` after the name of a set of sentences turns each into features of a small pretrained encoder.
 
     Raises InvalidArgument for a name or file that does not exist and for contents that cannot be trained on.
     """
@@ -60,9 +64,11 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, own: OwnD
     if is_function(name):
         return load_function(name, stated)
     stated.refuse_on(f"{name} is none")
-    images, *features = name.split("+")
+    plain, *features = name.split("+")
+    if features == [MINILM] and plain in DATA:
+        return with_minilm(_sentences(plain)(data_dir))
     if features and is_known(features):
-        return with_features(load(images, data_dir), features)
+        return with_features(load(plain, data_dir), features)
     if name in DATA:
         return DATA[name](data_dir)
     if path.is_dir():
@@ -78,6 +84,15 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, own: OwnD
     raise unknown_name(
         "data set", name, [*DATA, "FOLDER", "FILE.npz", "FILE.csv", "FILE.parquet", "package.module:function"]
     )
+
+
+def _sentences(name: str) -> Callable[[str | Path | None], Sentences]:
+    if name not in SENTENCES:
+        known = ", ".join(SENTENCES)
+        raise InvalidArgument(
+            f"{name} has no sentences, which is what +{MINILM} transforms ({known} have): leave +{MINILM} out."
+        )
+    return SENTENCES[name]
 
 
 def _existing(path: Path) -> Path:

@@ -2,32 +2,32 @@
 
 `NAME+scattering` and `NAME+patches` need no weights, and `NAME+scattering+patches` are both; `NAME+efficientnet` are those
 of a network that was trained on ImageNet, which counts as public. `+mirrored` after them takes the mean over an image and
-its mirror image.
+its mirror image, and `+whitened` at the end decorrelates them by what they are like on synthetic pictures.
 """
 
-import hashlib
 import importlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
+from itertools import takewhile
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from clipless.app.data import patches
+from clipless.app.data import patches, synthetic, whitening
 from clipless.app.data.dataset import Data
+from clipless.app.data.kept import kept
+from clipless.app.data.whitening import Whitening
 from clipless.errors import InvalidArgument, MissingLibrary
 
 SCALES = 2
 CHANNEL_GROUPS = 27
 SIDE = 128
-MIRRORED = "mirrored"
+AT_A_TIME = 5_000
+MIRRORED, WHITENED = CHANGES = ("mirrored", "whitened")
 
 
 def scattered(images: Tensor) -> Tensor:
@@ -65,44 +65,61 @@ FEATURES: dict[str, Feature] = {
 
 
 def is_known(names: Sequence[str]) -> bool:
-    """Whether these are names of features, one at least, perhaps with "mirrored" at the end."""
-    return set(names) <= {*FEATURES, MIRRORED} and MIRRORED not in names[:-1] and list(names) != [MIRRORED]
+    """Whether these are names of features, one at least, perhaps with "mirrored" and "whitened" after them."""
+    features = _features(names)
+    changes = list(names[len(features) :])
+    return bool(features) and set(features) <= set(FEATURES) and changes == [x for x in CHANGES if x in changes]
 
 
 def with_features(data: Data, names: Sequence[str]) -> Data:
-    """The same records as features, those of several names side by side.
-
-    They are kept in the folder of CLIPLESS_CACHE, by default `~/.cache/clipless`, under a name made of the images, and
-    mapped into memory, so that several processes share them.
-    """
+    """The same records as features, those of several names side by side, kept on disk."""
     if len(data.shape) != 3:
         raise InvalidArgument(
             f"{data.name} has no images, which is what +{names[0]} transforms: leave +{names[0]} out."
         )
-    parts = [TensorDataset(_side_by_side(part.tensors[0], names), part.tensors[1]) for part in (data.train, data.test)]
+    of = _whitened if WHITENED in names else _side_by_side
+    parts = [TensorDataset(of(part.tensors[0], names), part.tensors[1]) for part in (data.train, data.test)]
     shape = tuple(parts[0].tensors[0].shape[1:])
     return replace(data, name="+".join([data.name, *names]), train=parts[0], test=parts[1], shape=shape)
 
 
+def _features(names: Sequence[str]) -> list[str]:
+    """The names without those of changes at the end."""
+    return list(takewhile(lambda name: name not in CHANGES, names))
+
+
 def _side_by_side(images: Tensor, names: Sequence[str]) -> Tensor:
-    mirrored = names[-1] == MIRRORED
-    found = [_kept(images, name, mirrored) for name in names if name != MIRRORED]
+    found = [_kept(images, name, MIRRORED in names) for name in _features(names)]
     return found[0] if len(found) == 1 else torch.cat([each.flatten(1) for each in found], 1)
+
+
+def _whitened(images: Tensor, names: Sequence[str]) -> Tensor:
+    made_of = " ".join([*names, *(FEATURES[name].made_of for name in _features(names)), whitening.MADE_OF])
+
+    if images.shape[2] != images.shape[3]:
+        raise InvalidArgument(
+            f"+{WHITENED} is for square images, and these have the shape {tuple(images.shape[1:])}: leave it out."
+        )
+
+    def compute() -> Tensor:
+        found = _whitening(tuple(names), images.shape[1], images.shape[2])
+        return torch.cat([found(part) for part in _side_by_side(images, names).flatten(1).split(AT_A_TIME)])
+
+    return kept(WHITENED, f"{made_of} {synthetic.MADE_OF}".encode() + images.numpy().tobytes(), compute)
+
+
+@cache
+def _whitening(names: tuple[str, ...], channels: int, side: int) -> Whitening:
+    """By the same features of synthetic pictures."""
+    pictures = synthetic.pictures(whitening.PICTURES, channels, side, whitening.SEED)
+    return whitening.whitening_of(_side_by_side(pictures, names).flatten(1))
 
 
 def _kept(images: Tensor, name: str, mirrored: bool) -> Tensor:
     feature = FEATURES[name]
-    folder = Path(os.environ.get("CLIPLESS_CACHE", "~/.cache/clipless")).expanduser()
-    made_of = f"{feature.made_of} {mirrored}".encode()
-    path = folder / f"{name}-{hashlib.sha256(made_of + images.numpy().tobytes()).hexdigest()[:24]}.npy"
-    if not path.exists():
-        of = partial(mirror_mean, feature.of) if mirrored else feature.of
-        found = torch.cat([of(part) for part in images.split(feature.at_a_time)])
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}.npy")
-        np.save(unfinished, found.numpy())
-        unfinished.replace(path)
-    return torch.from_numpy(np.load(path, mmap_mode="c"))
+    of = partial(mirror_mean, feature.of) if mirrored else feature.of
+    made_of = f"{feature.made_of} {mirrored}".encode() + images.numpy().tobytes()
+    return kept(name, made_of, lambda: torch.cat([of(part) for part in images.split(feature.at_a_time)]))
 
 
 def mirror_mean(of: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:

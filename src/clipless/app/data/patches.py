@@ -1,19 +1,17 @@
 """Features of an image from its patches: how much each resembles the atoms of a fixed dictionary, averaged over parts of the
 image (Coates and Ng 2011).
 
-The dictionary is learned from synthetic pictures of a fixed seed, so it contains nothing of anybody's records: *dead
-leaves*, opaque shapes of all sizes that hide each other, whose small patches are distributed much like those of photographs.
+The dictionary is learned from synthetic pictures of a fixed seed, so it contains nothing of anybody's records.
 """
 
 from collections.abc import Sequence
 from functools import cache
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
+from clipless.app.data.synthetic import dead_leaves
 from clipless.errors import InvalidArgument
 
 PATCH = 6  # pixels on a side
@@ -26,7 +24,6 @@ WHITENING = 0.1  # of the mean variance, added to every direction before whiteni
 
 PICTURES = 40
 PICTURE_SIDE = 96
-COVERED = 0.995
 SAMPLE = 100_000
 LEAST_STDDEV = 0.05  # of a patch the dictionary learns from
 ROUNDS = 10
@@ -76,36 +73,6 @@ def dictionary(channels: int) -> Tensor:
     patches = contrast_normalised(patches[patches.std(1) > LEAST_STDDEV][:SAMPLE])
     whitening = _whitening(patches)
     return whitening @ _atoms(F.normalize(patches @ whitening), ATOMS[channels], generator).T
-
-
-def dead_leaves(count: int, side: int, channels: int, seed: int) -> Tensor:
-    """Synthetic pictures [count, channels, side, side] in [-1, 1]: ellipses, rectangles and triangles, the nearest drawn
-    first, with sizes of density r**-3, colours of their own and a gradient of light."""
-    generator = np.random.default_rng(seed)
-    pictures = np.stack([_picture(side, channels, generator) for _ in range(count)])
-    return torch.from_numpy(pictures.clip(-1, 1)).permute(0, 3, 1, 2)
-
-
-def _picture(side: int, channels: int, generator: np.random.Generator) -> NDArray[np.float32]:
-    y, x = np.mgrid[:side, :side].astype(np.float32)
-    picture, free = np.zeros((side, side, channels), np.float32), np.ones((side, side), bool)
-    while free.mean() > 1 - COVERED:
-        radius = (1 - generator.random() * (1 - (side / 2) ** -2)) ** -0.5  # from 1 to side / 2
-        centre, turn = generator.uniform(-0.1, 1.1, 2) * side, generator.uniform(0, np.pi)
-        dx, dy = x - centre[0], y - centre[1]
-        u = dx * np.cos(turn) + dy * np.sin(turn)
-        v = (dy * np.cos(turn) - dx * np.sin(turn)) / generator.uniform(0.3, 1)
-        shapes = (
-            u**2 + v**2 < radius**2,
-            np.maximum(abs(u), abs(v)) < radius,
-            (v > -radius / 2) & (v < radius - 1.7 * abs(u)),
-        )
-        seen = shapes[generator.integers(3)] & free
-        colour = generator.uniform(-1, 1) + 0.35 * generator.standard_normal(channels)
-        light = generator.standard_normal(2) * generator.random() * 2 / side
-        picture[seen] = colour.clip(-1, 1) + (light[0] * dx + light[1] * dy)[seen, None]
-        free &= ~seen
-    return picture
 
 
 def _whitening(patches: Tensor) -> Tensor:

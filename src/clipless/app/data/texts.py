@@ -6,6 +6,7 @@ import io
 import unicodedata
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -74,18 +75,37 @@ def names(data_dir: str | Path | None = None) -> Data:
     return make_texts("names", first, rest, classes=len(LANGUAGES), vocabulary=len(ALPHABET) + 1)
 
 
-def sst2(data_dir: str | Path | None = None) -> Data:
+Labelled = tuple[tuple[str, ...], int]  # the sentences of a record, and its label
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Records of one or two sentences with a label, to train on and to test on."""
+
+    name: str
+    train: list[Labelled]
+    test: list[Labelled]
+    classes: int
+
+    def hashed(self) -> Data:
+        """The words of each record as hashes of a fixed length."""
+        return make_texts(
+            self.name, _encoded(self.train), _encoded(self.test), classes=self.classes, vocabulary=BUCKETS
+        )
+
+
+def sst2(data_dir: str | Path | None = None) -> Sentences:
     """SST-2: whether a sentence of a film review is positive; 67,349 to train on, tested on the 872 of the dev set."""
     return _sentences(SST2, ("train.tsv", "dev.tsv"), data_dir, _glue(("sentence",), "label", ("0", "1")), 2)
 
 
-def qnli(data_dir: str | Path | None = None) -> Data:
+def qnli(data_dir: str | Path | None = None) -> Sentences:
     """QNLI: whether a sentence answers a question; tested on the dev set."""
     pair = _glue(("question", "sentence"), "label", ("entailment", "not_entailment"))
     return _sentences(QNLI, ("train.tsv", "dev.tsv"), data_dir, pair, 2)
 
 
-def snli(data_dir: str | Path | None = None) -> Data:
+def snli(data_dir: str | Path | None = None) -> Sentences:
     """SNLI: whether a premise entails a hypothesis, contradicts it or neither; rows without consensus are left out."""
     sets = (
         ("snli_1.0_train.txt", "snli_1.0_test.txt"),
@@ -96,8 +116,8 @@ def snli(data_dir: str | Path | None = None) -> Data:
     columns = ("sentence1", "sentence2") if number == 0 else ("premise", "hypothesis")
     label = "gold_label" if number == 0 else "label"
     read = _glue(columns, label, ("entailment", "neutral", "contradiction"), left_out=("-",))
-    train, test = (_encoded(read(SNLI, path)) for path in paths)
-    return make_texts("snli", train, test, classes=3, vocabulary=BUCKETS)
+    train, test = (read(SNLI, path) for path in paths)
+    return Sentences("snli", train, test, 3)
 
 
 def e2e(data_dir: str | Path | None = None) -> Data:
@@ -163,18 +183,18 @@ def hash_word(word: str, buckets: int = BUCKETS) -> int:
     return 1 + zlib.crc32(word.encode()) % (buckets - 1)
 
 
-def _encoded(rows: list[tuple[tuple[str, ...], int]]) -> tuple[Array, Array]:
+def _encoded(rows: list[Labelled]) -> tuple[Array, Array]:
     tokens = np.array([hashed_words(sentences, SENTENCE_LENGTH) for sentences, _ in rows])
     return tokens, np.array([label for _, label in rows])
 
 
-Reader = Callable[[Source, Path], list[tuple[tuple[str, ...], int]]]
+Reader = Callable[[Source, Path], list[Labelled]]
 
 
 def _glue(columns: Sequence[str], label: str, labels: Sequence[str], left_out: Sequence[str] = ()) -> Reader:
     """A reader of tab-separated files with a header: the texts of `columns` and the place of the label in `labels`."""
 
-    def read(source: Source, path: Path) -> list[tuple[tuple[str, ...], int]]:
+    def read(source: Source, path: Path) -> list[Labelled]:
         header, *lines = _whole(source, path).split("\n")
         names = header.rstrip("\r").split("\t")
         if missing := [name for name in (*columns, label) if name not in names]:
@@ -196,9 +216,11 @@ def _glue(columns: Sequence[str], label: str, labels: Sequence[str], left_out: S
     return read
 
 
-def _sentences(source: Source, files: Sequence[str], data_dir: str | Path | None, read: Reader, classes: int) -> Data:
-    train, test = (_encoded(read(source, path)) for path in find(source, files, data_dir))
-    return make_texts(source.name, train, test, classes=classes, vocabulary=BUCKETS)
+def _sentences(
+    source: Source, files: Sequence[str], data_dir: str | Path | None, read: Reader, classes: int
+) -> Sentences:
+    train, test = (read(source, path) for path in find(source, files, data_dir))
+    return Sentences(source.name, train, test, classes)
 
 
 def _name_pairs(data_dir: str | Path | None) -> list[tuple[str, str]]:
