@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from clipless import defaults, refusals
+from clipless import defaults, heap, refusals
 from clipless.clipping import Clipping
 from clipless.closures import Arguments, within_own_step
 from clipless.distributed import (
@@ -163,6 +163,7 @@ class Private(SavedRun):
         sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=share, in_step=in_step)
         self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
         self._attach()
+        heap.keep_freed_memory()
 
     @property
     def steps_taken(self) -> int:
@@ -226,9 +227,8 @@ class Private(SavedRun):
     def _observe(self, norms: Tensor) -> None:
         """Add the policy's statistic of a micro-batch to that of the batch."""
         observed = self._phase.clipping.policy.observe(self._policy_state, norms)
-        if observed is None:
-            return
-        self._statistic = observed if self._statistic is None else self._statistic + observed
+        if observed is not None:
+            self._statistic = observed if self._statistic is None else self._statistic + observed
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Set p.grad to the private gradients for the optimizer. If that fails, the batch is discarded."""
