@@ -39,16 +39,16 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.test
 	$(RUFF)
 	$(BIN)/mypy & types=$$!; \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not scripts"; tests=$$?; \
+	  $(BIN)/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "not scripts"; tests=$$?; \
 	  wait $$types || { echo "the types are wrong: see above, or make lint"; exit 1; }; exit $$tests
 
 # What builds figures, pages and benchmarks, in a cheap form.
 test-scripts: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m scripts tests/test_makefile.py tests/app
+	$(BIN)/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile -m scripts tests/test_makefile.py tests/app
 
 # Without these folders in `make test`, which needs none of those libraries (norecursedirs in pyproject.toml).
 test-integrations: $(VENV)/.integrations
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations src/clipless/integrations
+	$(BIN)/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile tests/integrations src/clipless/integrations
 
 # The core: the engine, its checks, noise, sampling, policies, saving. Other builds of torch are large.
 CORE := tests/gradients tests/noise tests/runs tests/sampling tests/thresholds tests/test_clipping.py tests/test_optimizers.py \
@@ -65,7 +65,7 @@ test-torch:
 	(grep -v -E '^($(TORCHS_OWN))==' constraints.txt; echo torch==$(VERSION)) > $(OTHER)/constraints.txt
 	$(OTHER_PIP) -c $(OTHER)/constraints.txt -e '.[test]'
 	$(OTHER)/bin/python -c 'import torch; assert torch.__version__.split("+")[0] == "$(VERSION)", torch.__version__'
-	$(OTHER)/bin/python -m pytest -n 2 $(CORE)
+	$(OTHER)/bin/python -m pytest -n 2 --max-worker-restart 0 $(CORE)
 
 test-worlds: $(VENV)/.test
 	$(BIN)/python tests/distributed/all_worlds.py

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipless.torch_internals import instance_norm_writes
+from operators import scaled_product
 
 CLASSES = 3
 
@@ -120,24 +121,6 @@ class TwoBags(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.bag(x[:, :2]) + self.bag(x[:, 1:]).tanh()
-
-
-@torch.library.custom_op("clipless_tests::scaled_product", mutates_args=())
-def scaled_product(x: Tensor, weight: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return 2.0 * x.to(weight.dtype) @ weight
-
-
-def _keep_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _product_gradients(context: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    x, weight = context.saved_tensors
-    return (2.0 * grad @ weight.mT).to(x.dtype), 2.0 * x.to(weight.dtype).mT @ grad
-
-
-scaled_product.register_autograd(_product_gradients, setup_context=_keep_inputs)
 
 
 class OwnOperator(nn.Module):

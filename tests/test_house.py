@@ -125,6 +125,18 @@ def test_files_and_functions_stay_readable() -> None:
     assert house.long_functions() == {}
 
 
+def test_operators_are_defined_in_one_file_of_tests() -> None:
+    """Defined twice, as in a file of tests that is imported under two names, the first one's memory is gone while it is
+    still called: torch reads what is there now, and once in a while a process of tests ends by a signal."""
+    tests = house.REPOSITORY / "tests"
+    definition = "@torch.library." + "custom_op"
+    defining = [path for path in tests.rglob("*.py") if definition in path.read_text(encoding="utf-8")]
+    assert defining == [tests / "operators.py"]
+    importing = {name for path in tests.rglob("*.py") for name in house.imports(path) if ".operators." in f".{name}"}
+    assert importing
+    assert all(name.startswith("operators.") for name in importing)
+
+
 def tracked_texts() -> list[Path]:
     listed = subprocess.run(["git", "ls-files"], cwd=house.REPOSITORY, capture_output=True, text=True)
     if listed.returncode:

@@ -100,14 +100,11 @@ def trained(model: nn.Module, scalar: bool = False, **changes: Any) -> list[list
 
 
 def everything_sharded(folder: Path) -> dict[Any, Any]:
-    """All that ranks of a sharded run can do together, in every world that this one is in; two are killed."""
+    """All that ranks of a sharded run can do together, in every world that this one is in; in the end one is killed."""
     said: dict[Any, Any] = {}
     groups = {size: dist.new_group(members, timeout=timedelta(seconds=60)) for size, members in WORLDS.items()}
-    dying, gathering = (dist.new_group(members, timeout=timedelta(seconds=60)) for members in (WORLDS[2], [0, 1]))
+    dying = dist.new_group(WORLDS[2], timeout=timedelta(seconds=60))
     for size, members in WORLDS.items():
-        if size == 2 and dist.get_rank() in (0, 1):
-            torch.save(said, folder / f"{dist.get_rank()}.pt")
-            said |= {"killed gathering": killed(folder, gathering, "forward")}
         if dist.get_rank() in members:
             group = groups[size]
             said[size] = {
@@ -119,7 +116,19 @@ def everything_sharded(folder: Path) -> dict[Any, Any]:
         if dist.get_rank() in members and size == 2:
             said |= one_world(groups[size], folder)
     torch.save(said, folder / f"{dist.get_rank()}.pt")
+    if dist.get_rank() not in WORLDS[2]:
+        return said
     return said | {"killed": killed(folder, dying, "scatter")}
+
+
+def lost_while_gathering(folder: Path) -> dict[str, Any]:
+    """The other rank is killed while this one waits for a block of the model.
+
+    In a world of its own, because a run that lost a rank does not go on: a process that did, with other groups, was once
+    ended by the C library, which found memory damaged in a thread of Gloo.
+    """
+    torch.save({}, folder / f"{dist.get_rank()}.pt")
+    return killed(folder, dist.group.WORLD, "forward")
 
 
 def few(group: Any = None) -> dict[str, Any]:

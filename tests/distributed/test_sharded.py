@@ -194,12 +194,12 @@ def test_parts_that_were_left_out_are_named(pair: Any) -> None:
             assert refusal.startswith("Misuse: a part of the batch did not go through the model and backward()")
 
 
-def test_a_rank_that_is_killed_stops_the_others(ranks: Any) -> None:
+def test_a_rank_that_is_killed_stops_the_others(ranks: Any, tmp_path: Path) -> None:
     """Inside our reduction, and inside FSDP2's own gathering."""
+    gathering, gone = world("lost_while_gathering", 2, tmp_path)
     assert "killed" not in ranks[2]
-    assert "killed gathering" not in ranks[1]
-    for case, where in (("killed", "the sum over the ranks"), ("killed gathering", "a block of the model")):
-        left = ranks[0][case]
+    assert not gone
+    for left, where in ((ranks[0]["killed"], "the sum over the ranks"), (gathering, "a block of the model")):
         assert left["refused"].startswith(f"RankFailed: the other ranks could not be reached at {where}"), left
         assert "the other ranks were lost" in left["again"]
         assert left["steps"] == left["recorded"] == 1

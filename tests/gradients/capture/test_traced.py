@@ -3,7 +3,6 @@
 import copy
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from clipless import oracle
 from clipless.clipping import CLIPPINGS
 from clipless.gradients.capture.known_operations import reduced
 from clipless.preflight import relative_error
+from operators import dropped_product, several_rows
 from problems import losses
 from self_checking import MODES, self_checked
 
@@ -486,32 +486,6 @@ def test_a_shared_tensor_that_leaves_the_model_is_refused_by_name() -> None:
 
     with pytest.raises(clipless.UnsupportedModule, match=r"'\(model\)' returned a tensor computed from its parameters"):
         clipless.clipped_sum(model, outside, torch.randn(5, T, D))
-
-
-@torch.library.custom_op("clipless_tests::dropped_product", mutates_args=())
-def dropped_product(x: Tensor, weight: Tensor) -> list[Tensor]:
-    kept = 2.0 * torch.bernoulli(torch.full_like(x, 0.5))
-    return [(x * kept) @ weight, kept]
-
-
-@torch.library.custom_op("clipless_tests::several_rows", mutates_args=())
-def several_rows(x: Tensor, weight: Tensor) -> list[Tensor]:
-    if len(x) == 1:
-        raise RuntimeError("one row is too few")
-    return [x @ weight, torch.ones_like(x)]
-
-
-def keep_mask(ctx: Any, inputs: tuple[Tensor, Tensor], output: list[Tensor]) -> None:
-    ctx.save_for_backward(*inputs, output[1])
-
-
-def masked_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-    x, weight, kept = ctx.saved_tensors
-    return kept * (grads[0] @ weight.mT), (x * kept).mT @ grads[0]
-
-
-for operator in (dropped_product, several_rows):
-    operator.register_autograd(masked_gradients, setup_context=keep_mask)
 
 
 class Operating(nn.Module):
