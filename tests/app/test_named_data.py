@@ -1,6 +1,7 @@
 """The named data sets, from files in the formats in which they are published; and damaged, cut and missing ones."""
 
 import gzip
+import os
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -281,6 +282,21 @@ def test_features_are_kept_and_are_those_of_the_same_images(tmp_path: Path, monk
     for part, plain in ((first.train, load("digits").train), (again.train, load("digits").train)):
         assert torch.equal(part.tensors[0], plain.tensors[0].mean((2, 3)))
         assert torch.equal(part.tensors[1], plain.tensors[1])
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, 500])
+def test_kept_features_that_were_cut_short_are_made_again(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLIPLESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(features.FEATURES, "scattering", features.Feature(lambda images: images.mean((2, 3)), 500, ""))
+    whole = load("digits+scattering").train.tensors[0].clone()
+    kept = sorted((tmp_path / "cache").iterdir())
+    for file in kept:
+        os.truncate(file, size)
+    assert torch.equal(load("digits+scattering").train.tensors[0], whole)
+    assert sorted((tmp_path / "cache").iterdir()) == kept
+    assert all(file.stat().st_size > 500 for file in kept)
 
 
 def test_features_made_of_other_constants_are_not_taken_for_these(

@@ -52,7 +52,8 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, own: OwnD
     does that of classes in idx files and archives. The files of a registered set are looked for in `data_dir`, or else in
     the folders of the environment variable CLIPLESS_DATA; nothing is downloaded. `+scattering` after the name of a set of
     images turns each into fixed features (kymatio), `+patches` into responses to a fixed dictionary, `+efficientnet` into
-    those of a network trained on ImageNet; `+mirrored` at the end averages them over the image and its mirror image.
+    those of a network trained on ImageNet; `+mirrored` after them averages over the image and its mirror image, and
+    `+whitened` at the end decorrelates them by what they are like on synthetic pictures.
     `+minilm` after the name of a set of sentences turns each into features of a small pretrained encoder.
 
     Raises InvalidArgument for a name or file that does not exist and for contents that cannot be trained on.

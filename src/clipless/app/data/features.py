@@ -94,8 +94,6 @@ def _side_by_side(images: Tensor, names: Sequence[str]) -> Tensor:
 
 
 def _whitened(images: Tensor, names: Sequence[str]) -> Tensor:
-    made_of = " ".join([*names, *(FEATURES[name].made_of for name in _features(names)), whitening.MADE_OF])
-
     if images.shape[2] != images.shape[3]:
         raise InvalidArgument(
             f"+{WHITENED} is for square images, and these have the shape {tuple(images.shape[1:])}: leave it out."
@@ -105,7 +103,8 @@ def _whitened(images: Tensor, names: Sequence[str]) -> Tensor:
         found = _whitening(tuple(names), images.shape[1], images.shape[2])
         return torch.cat([found(part) for part in _side_by_side(images, names).flatten(1).split(AT_A_TIME)])
 
-    return kept(WHITENED, f"{made_of} {synthetic.MADE_OF}".encode() + images.numpy().tobytes(), compute)
+    constants = [*(FEATURES[name].made_of for name in _features(names)), whitening.MADE_OF, synthetic.MADE_OF]
+    return kept(WHITENED, _made_of(images, *names, *constants), compute)
 
 
 @cache
@@ -118,8 +117,12 @@ def _whitening(names: tuple[str, ...], channels: int, side: int) -> Whitening:
 def _kept(images: Tensor, name: str, mirrored: bool) -> Tensor:
     feature = FEATURES[name]
     of = partial(mirror_mean, feature.of) if mirrored else feature.of
-    made_of = f"{feature.made_of} {mirrored}".encode() + images.numpy().tobytes()
+    made_of = _made_of(images, feature.made_of, mirrored)
     return kept(name, made_of, lambda: torch.cat([of(part) for part in images.split(feature.at_a_time)]))
+
+
+def _made_of(images: Tensor, *constants: object) -> bytes:
+    return " ".join(map(str, [*constants, tuple(images.shape)])).encode() + images.numpy().tobytes()
 
 
 def mirror_mean(of: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
