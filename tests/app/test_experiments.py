@@ -411,6 +411,21 @@ def test_a_row_whose_setting_is_chosen_pays_for_the_choice(tmp_path: Path) -> No
         assert abs(score - fmean(drawn)) <= 5 * stdev(drawn) / 4000**0.5 + 1e-9
 
 
+def test_a_choice_of_which_some_candidates_have_not_been_run_has_no_line(tmp_path: Path) -> None:
+    """The best of some would pass for the best of all."""
+    chosen = parse("chosen", CHOSEN)
+    records = running.run_grid(chosen, tmp_path, lambda *_: None)
+    (line,) = lines(chosen, records[:-1])
+    assert line.scores == lines(chosen, records)[0].scores[:1]
+    assert lines(chosen, records[:2]) == []
+    stored = running.finished(chosen, tmp_path, chosen.cells(2))
+    assert len(stored) == 6
+    for path in sorted((tmp_path / "runs").iterdir())[:2] + sorted((tmp_path / "runs").iterdir())[-2:]:
+        path.unlink()
+    with pytest.raises(InvalidArgument, match="all its candidates"):
+        experiment.written(chosen, tmp_path, "png")
+
+
 def _geometric(rng: random.Random, stop: float) -> int:
     count = 1
     while rng.random() >= stop:

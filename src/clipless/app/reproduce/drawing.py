@@ -30,7 +30,9 @@ def panels(columns: int) -> tuple[Any, list[Any]]:
 
 def curve(axes: Any, number: int, x: npt.ArrayLike, y: npt.ArrayLike, label: str = "", **style: Any) -> None:
     """The curve of that number in a panel: colours and dashes tell curves apart, in black and white too."""
-    shown = {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number % len(DASHES)], "linewidth": 1.6}
+    again, colour = divmod(number, len(COLOURS))
+    dashes = DASHES[(number + again) % len(DASHES)]  # other ones where colours begin again
+    shown = {"color": COLOURS[colour], "linestyle": dashes, "linewidth": 1.6}
     axes.plot(x, y, label=label or None, **(shown | style))
 
 

@@ -46,6 +46,10 @@ def written(experiment: Configuration, folder: Path, kind: str, seeds: int | Non
         raise InvalidArgument(f"no run of {experiment.id} is stored in {folder}: run it first.")
     write_record(folder / RESULTS, results(experiment, records))
     found = lines(experiment, records)
+    if not found:
+        raise InvalidArgument(
+            f"no choice of {experiment.id} has runs of all its candidates in {folder}: run the rest first."
+        )
     page = folder / "table.md"
     notes = [experiment.note.strip(), NOT_PRIVATE if experiment.research else ""]
     text = [

@@ -15,6 +15,7 @@ from clipless.app.reproduce.summary import TableLine, interval, metric_name
 
 INCHES_A_LINE = 0.42
 CHARACTERS = 70
+LEGEND_WIDTH = 72  # characters
 NOTE = {"fontsize": 7, "color": "0.35"}
 # A bin of a reliability diagram with fewer test records is not shown.
 FEW = 20
@@ -65,19 +66,22 @@ def _point(axes: Any, line: int, values: Sequence[float], label: str | None = No
 
 
 def curves(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
-    """The metric against a setting of the grid, one curve with error bars for every row; the paper's dashed."""
+    """The metric against a setting of the grid, one curve with error bars for every row and combination of the other
+    settings; the paper's dotted."""
     key = experiment.figure["x"]
     figure, (axes,) = panels(1)
-    rows = list(dict.fromkeys(line.row for line in found))
+    rows = list(dict.fromkeys(_without(key, line) for line in found if key in line.point))
     for number, row in enumerate(rows):
         own = sorted(
-            (line for line in found if line.row == row and key in line.point), key=lambda line: line.point[key]
+            (line for line in found if key in line.point and _without(key, line) == row),
+            key=lambda line: line.point[key],
         )
-        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 4}
+        again, colour = divmod(number, len(COLOURS))
+        marker = MARKERS[(colour + again) % len(MARKERS)]  # another one where colours begin again
+        style = {"color": COLOURS[colour], "marker": marker, "markersize": 4}
         x = [line.point[key] for line in own]
-        if own:
-            half = [line.interval or 0.0 for line in own]
-            axes.errorbar(x, [line.mean for line in own], yerr=half, label=row, linewidth=1.5, capsize=3, **style)
+        half = [line.interval or 0.0 for line in own]
+        axes.errorbar(x, [line.mean for line in own], yerr=half, label=row, linewidth=1.5, capsize=3, **style)
         theirs = [(line.point[key], line.published.value) for line in own if line.published]
         if theirs:
             axes.plot(*zip(*theirs, strict=True), linestyle=":", alpha=0.6, **style)
@@ -87,11 +91,17 @@ def curves(experiment: Configuration, found: Sequence[TableLine], records: Seque
     ending = " (dotted: the paper)" if any(line.published for line in found) else ""
     log = experiment.figure.get("log", "")
     dress(axes, experiment.title + ending, key, metric_name(found[0].metric), log, legend=None)
-    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=4)
+    longest = max(map(len, axes.get_legend_handles_labels()[1]))
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=max(1, min(4, LEGEND_WIDTH // longest)))
     places = sorted({line.point[key] for line in found if key in line.point})
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.set_xticks([], minor=True)
     return figure
+
+
+def _without(key: str, line: TableLine) -> str:
+    """The name of a line's curve: its row and the settings other than that of the axis."""
+    return ", ".join([line.row, *(f"{value}" for name, value in line.point.items() if name != key)])
 
 
 def heat(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:

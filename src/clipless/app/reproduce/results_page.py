@@ -47,6 +47,8 @@ def write_page(folder: Path, page: Path) -> list[str]:
         if experiment is None:
             raise InvalidArgument(f"{folder} has results of {name}, which is not an experiment: remove them.")
         records = content["runs"]
+        if not lines(experiment, records):  # a choice of which some candidates are missing
+            continue
         pictures = _pictures(experiment, records, page.parent / "figures" / "results")
         sections.append(_section(experiment, content, records, pictures))
         shown.append(name)

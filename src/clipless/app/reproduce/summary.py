@@ -69,11 +69,13 @@ def with_interval(mean: float, half: float | None) -> str:
 
 
 def lines(experiment: Configuration, records: Sequence[Mapping[str, Any]]) -> list[TableLine]:
-    """The lines of an experiment's table, for what has been run."""
+    """The lines of an experiment's table, for what has been run. A private choice whose candidates have not all been run has
+    no line: the best of some would pass for the best of all."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for record in records:
         groups.setdefault((record["row"], str(record["point"])), []).append(record)
-    return [_line(experiment, group) for group in groups.values()]
+    found = [_line(experiment, group) for group in groups.values()]
+    return [line for line in found if line.scores]
 
 
 def markdown(found: Sequence[TableLine]) -> str:
@@ -125,10 +127,12 @@ def _line(experiment: Configuration, group: Sequence[Mapping[str, Any]]) -> Tabl
 
 
 def _scores(choosing: Choosing | None, group: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The score of every seed: that of its run, or the mean score of a private choice among its candidates' runs."""
+    """The score of every seed: that of its run, or the mean score of a private choice among its candidates' runs, if all of
+    them are there."""
     if choosing is None:
         return [record["score"] for record in group]
     seeds: dict[int, list[float]] = {}
     for record in group:
         seeds.setdefault(record["settings"]["seed"], []).append(record["score"])
-    return [choosing.expected_score(scores) for scores in seeds.values()]
+    count = len(list(choosing.candidates()))
+    return [choosing.expected_score(scores) for scores in seeds.values() if len(scores) == count]
