@@ -22,7 +22,9 @@ from clipless.errors import InvalidArgument
 
 def main(
     functions: Annotated[str, typer.Option(help=f"Which of {', '.join(compiled.SWITCHES)}.")] = "all",
-    rounds: Annotated[int, typer.Option(help="Timed steps with and without, in turn.")] = 40,
+    rounds: Annotated[
+        int, typer.Option(help="Timed steps with and without, in turn; more where steps are short.")
+    ] = 40,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models: for trying out, not for quoting.")] = False,
     out: Annotated[Path, typer.Option(help="Folder with a folder for each machine.")] = Path("runs/bench"),

@@ -20,6 +20,7 @@ from clipless.app.bench import compiled, made_up, scaling
 from clipless.app.bench.compiled import POISSON, SWITCHES, Gain
 from clipless.app.bench.first_steps import CHECKED, STEPS, first_steps
 from clipless.app.bench.problems import PROBLEMS, TINY_PROBLEMS
+from clipless.app.bench.timing import Series
 from clipless.app.bench.ways import PLAIN, WAYS, Runner
 from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
@@ -136,11 +137,8 @@ def test_every_function_of_the_library_has_a_switch() -> None:
     named = {word.strip('"f') for text in sources for word in text.replace("(", " ").replace(",", " ").split()}
     symbols = {word for word in named if word.startswith("clipless_")}
     expected = set().union(*SYMBOLS.values()) - {"clipless_lstm_step", "clipless_lstm_back"}
-    others = {
-        "clipless_normals",
-        "clipless_sources",
-        "clipless_lstm_{name}",
-    }  # of the self-check, and a name made of parts
+    # The self-check's, the digest of the sources, and a name made of parts.
+    others = {"clipless_normals", "clipless_sources", "clipless_lstm_{name}"}
     assert symbols == expected | others
     assert SYMBOLS.keys() == SWITCHES.keys()
 
@@ -160,6 +158,20 @@ def test_gains_come_back_and_the_best_model_is_in_the_table(tmp_path: Path) -> N
     assert "| mlp: x1.400 (10 ms, without 14) |" in table
     assert "| lstm: x1.010 (10 ms, without 10.1), not worth it |" in table
     assert "encoder" not in table
+
+
+def test_the_page_shows_what_is_stored_of_every_function() -> None:
+    table = compiled.table(found := compiled.stored(ROOT / "benchmarks" / "results"))
+    assert f"{compiled.START}\n{table}{compiled.END}" in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    for _, gains in found:
+        assert {gain.function for gain in gains} == SWITCHES.keys()
+
+
+def test_short_steps_are_repeated_and_long_ones_are_not() -> None:
+    def rounds(*ms: float) -> int:
+        return compiled._rounds_that_fill(8.0, [Series({0: 9999.0, 1: each}) for each in ms])
+
+    assert [rounds(4.0, 6.0), rounds(0.1, 0.1), rounds(4000.0, 5000.0)] == [800, compiled.MOST_ROUNDS, 0]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"kind": "clipless bench"}'])

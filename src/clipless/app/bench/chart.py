@@ -29,7 +29,7 @@ def draw(result: BenchResult, folder: Path) -> list[Path]:
 def _bars(result: BenchResult) -> Any:
     """For each model a bar per way; with Opacus, whose bars may be long, the axis is logarithmic."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     ways, models = result.ways(), list(result.models)
     figure = Figure(figsize=(4 + len(models), 4), layout="constrained")
@@ -43,9 +43,9 @@ def _bars(result: BenchResult) -> Any:
     axes.axhline(1.0, color="black", linewidth=0.8)
     if any(way.startswith(OPACUS) for way in ways):
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(ScalarFormatter())
-        axes.tick_params(axis="y", which="minor", labelsize=6)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks(range(len(models)), models)
     axes.set(ylabel="time over plain training", title="One training step, ratio of minima")
     axes.margins(y=0.15)

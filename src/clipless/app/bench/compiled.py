@@ -5,7 +5,7 @@ model is not worth keeping.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from clipless.app.bench.machine import described
 from clipless.app.bench.made_up import MadeUp, private_steps
 from clipless.app.bench.problems import PROBLEMS, TINY_PROBLEMS, Problem
-from clipless.app.bench.timing import interleave
+from clipless.app.bench.timing import Series, interleave
 from clipless.app.bench.ways import WAYS, InputsAndLabels, Runner
 from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
@@ -28,6 +28,9 @@ from clipless.noise import keys, source
 
 WORTH = 1.02
 WARM_UP = 3
+# Steps of small models take longer by chance in more ways than others: they are repeated for so long.
+SECONDS = 8.0
+MOST_ROUNDS = 1500
 START, END = "<!-- compiled -->", "<!-- end of compiled -->"
 KIND = "clipless compiled"
 # Poisson batches from a large data set, whose drawing needs the keystream, instead of one batch over and over.
@@ -132,13 +135,18 @@ def measure_gain(name: str, model: str, rounds: int, tiny: bool = False) -> Gain
 
     ways = {"with": way(), "without": way(SWITCHES[name].off)}
     try:
-        interleave(ways, WARM_UP)
-        series = interleave(ways, rounds)
+        first = interleave(ways, WARM_UP)
+        series = interleave(ways, rounds if tiny else max(rounds, _rounds_that_fill(SECONDS, first.values())))
     finally:
         switched.close()
         runner.close()
     times = (tuple(round(ms, 4) for ms in series[way].step_ms.values()) for way in ways)
     return Gain(name, model, *times)
+
+
+def _rounds_that_fill(seconds: float, first: Iterable[Series]) -> int:
+    """How many rounds take so long, by the fastest steps of the first ones; at most `MOST_ROUNDS`."""
+    return min(MOST_ROUNDS, int(1e3 * seconds / sum(min(each.step_ms.values()) for each in first)))
 
 
 def _runner(model: str, problems: Mapping[str, Problem]) -> Runner:

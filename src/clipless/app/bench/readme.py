@@ -1,8 +1,9 @@
 """The speed tables of the README and of a page with every model, between markers, from stored results of all machines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from clipless.app.bench.arithmetic import geometric_mean
 from clipless.app.bench.machine import described
 from clipless.app.bench.results import MEASURED, BenchResult, ModelResult
 from clipless.app.bench.ways import OPACUS, PLAIN, SHORT
@@ -64,19 +65,31 @@ def _refuse_unfit(found: Sequence[BenchResult]) -> None:
 
 
 def overview(found: Sequence[BenchResult]) -> str:
-    """For every measurement the geometric mean of each way over the models, and the worst model."""
+    """For every measurement the geometric mean of each way over the models, the worst model, and the mean of the others."""
     ways = list(dict.fromkeys(way for result in found for way in _quoted_ways(result)))
-    head = ["machine", "MALLOC variables", "worst model, auto-s", *(f"{_title(way)}, mean" for way in ways)]
+    worst = [f"worst model, {QUOTED}", f"mean of the others, {QUOTED}"]
+    head = ["machine", "MALLOC variables", *worst, *(f"{_title(way)}, mean" for way in ways)]
     return _table(head, [_overview_row(result, ways) for result in found])
 
 
 def _overview_row(result: BenchResult, ways: Sequence[str]) -> list[str]:
     means = result.geometric_means()
     mean = [f"**x{means[way]['ratio_of_minima']:.2f}**{_of(result, way)}" if way in means else "" for way in ways]
-    ratios = {name: each.ratio for name, each in result.ratios(QUOTED).items()}
-    worst = max(ratios, key=ratios.__getitem__, default=None)
-    told = "" if worst is None else f"{worst} x{ratios[worst]:.2f}"
-    return [described(result.machine), "set" if _allocator(result) else "not set", told, *mean]
+    place = [described(result.machine), "set" if _allocator(result) else "not set"]
+    return [*place, *_worst_and_others({name: each.ratio for name, each in result.ratios(QUOTED).items()}), *mean]
+
+
+def _worst_and_others(ratios: Mapping[str, float]) -> tuple[str, str]:
+    """The model with the largest ratio, and the geometric mean of the rest.
+
+    >>> _worst_and_others({"mlp": 1.0, "tabular": 1.6, "cnn": 1.21})
+    ('tabular x1.60', 'x1.10')
+    """
+    if not ratios:
+        return "", ""
+    worst = max(ratios, key=ratios.__getitem__)
+    others = [ratio for name, ratio in ratios.items() if name != worst]
+    return f"{worst} x{ratios[worst]:.2f}", f"x{geometric_mean(others):.2f}" if others else ""
 
 
 def by_model(here: Sequence[BenchResult]) -> str:
