@@ -16,7 +16,7 @@ from clipless.native import LIBRARY, SOURCES
 from clipless.native.noise import build
 from clipless.noise import adding, noise_source, source
 from clipless.noise.adding import by_numpy
-from clipless.noise.normals import CHUNK, PAIRS, Words, box_muller, standard_normals
+from clipless.noise.normals import CHUNK, PAIRS, Words, box_muller, chunks_by_numpy, standard_normals
 from compiling import build_hook, needs_compiler
 
 
@@ -71,7 +71,7 @@ def test_every_eighth_of_the_circle_is_reached_alike() -> None:
 
 def test_the_words_are_those_of_the_cipher() -> None:
     """AES-256 in counter mode from counter 0 on, 512 blocks of it for each chunk, wherever a release begins."""
-    key, count = bytes(range(32)), 70 * CHUNK + 5
+    key, count = bytearray(range(32)), 70 * CHUNK + 5
     stream = Cipher(AES(key), CTR(bytes(16))).encryptor().update(bytes(8 * 71 * CHUNK))
     assert np.array_equal(standard_normals(key, count), box_muller(np.frombuffer(stream, np.uint64))[:count])
 
@@ -137,5 +137,21 @@ def test_compiled_and_numpy_agree_on_millions(fresh: Path) -> None:
     by_numpy(key, sums, [1e-5], 1 / 3, expected)
     assert torch.equal(ours[0], expected[0])
     numbers = torch.empty(2000 * CHUNK, dtype=torch.float64)
-    fast.normals(key, numbers)
+    fast.normals(key, numbers, 0)
     assert np.array_equal(numbers.numpy(), standard_normals(key, len(numbers)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("places", [None, [3, 5 * CHUNK + 11, 200 * CHUNK]])
+def test_sums_in_double_precision_are_the_same_from_compiled_numbers(fresh: Path, places: list[int] | None) -> None:
+    """Statistics of thresholds are in float64, which the compiled release does not take."""
+    fast = adding.compiled(fresh)
+    if fast is None:
+        pytest.skip("this processor has no AES of its own")
+    key, stddevs = bytearray(range(32)), [0.3, 2.0, 0.7]
+    sums = [torch.linspace(-2, 2, size, dtype=torch.float64) for size in (21, CHUNK + 1, 70 * CHUNK)]
+    ours, expected = ([torch.empty_like(each) for each in sums] for _ in range(2))
+    by_numpy(key, sums, stddevs, 1 / 3, ours, places, adding.chunks_by(fast))
+    by_numpy(key, sums, stddevs, 1 / 3, expected, places)
+    assert all(torch.equal(a.view(torch.int64), b.view(torch.int64)) for a, b in zip(ours, expected, strict=True))
+    assert adding.chunks_by(None) is chunks_by_numpy

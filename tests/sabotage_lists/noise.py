@@ -9,9 +9,23 @@ SABOTAGES = (
     Sabotage(
         "noise-one-percent-less",
         SOURCE,
-        "(fast.add if fast else by_numpy)(key, sums, stddevs, 1 / divisor, outs, places)",
-        "(fast.add if fast else by_numpy)(key, sums, [0.99 * stddev for stddev in stddevs], 1 / divisor, outs, places)",
+        "fast.add(key, sums, stddevs, 1 / divisor, outs, places)",
+        "fast.add(key, sums, [0.99 * stddev for stddev in stddevs], 1 / divisor, outs, places)",
         (f"{TESTS}/test_noise_sources.py::test_a_release_is_the_value_plus_noise_of_its_own_size",),
+    ),
+    Sabotage(
+        "noise-on-other-types-one-percent-less",
+        SOURCE,
+        "by_numpy(key, sums, stddevs, 1 / divisor, outs, places, chunks_by(fast))",
+        "by_numpy(key, sums, [0.99 * stddev for stddev in stddevs], 1 / divisor, outs, places, chunks_by(fast))",
+        (f"{TESTS}/test_normals.py::test_a_release_is_the_same_with_and_without_the_library",),
+    ),
+    Sabotage(
+        "noise-on-other-types-repeats",
+        "noise/adding.py",
+        "fast.normals(key, torch.from_numpy(numbers), first)",
+        "fast.normals(key, torch.from_numpy(numbers), 0)",
+        (f"{TESTS}/test_normals.py::test_sums_in_double_precision_are_the_same_from_compiled_numbers",),
     ),
     Sabotage(
         "noise-of-a-resumed-run-less",

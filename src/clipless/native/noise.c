@@ -239,8 +239,9 @@ static void add_noise(const __m128i *keys, int wide, float *const *into, const f
     erase(noise, sizeof noise);
 }
 
-/* The numbers themselves, of so many chunks: the check compares them bit by bit, where a release shows rounded sums. */
-void clipless_normals(const uint8_t *key, double *noise, int64_t chunks, int64_t narrow) {
+/* The numbers themselves, of so many chunks from the first one on: for sums that are not in float32. The check compares them
+   bit by bit, where a release shows rounded sums. */
+void clipless_normals(const uint8_t *key, double *noise, int64_t first, int64_t chunks, int64_t narrow) {
     if (!__builtin_cpu_supports("aes") || !__builtin_cpu_supports("ssse3"))
         return;
     struct bits bits;
@@ -248,7 +249,7 @@ void clipless_normals(const uint8_t *key, double *noise, int64_t chunks, int64_t
     expand(key, keys);
     int wide = !narrow && has_wide_cipher();
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        (wide ? wide_keystream : keystream)(keys, chunk, &bits);
+        (wide ? wide_keystream : keystream)(keys, first + chunk, &bits);
         normals(&bits, noise + chunk * CHUNK);
     }
     erase(&bits, sizeof bits);

@@ -17,10 +17,10 @@ KEY_MEMORY = ctypes.c_char * 32
 class Noise(NamedTuple):
     """`add` takes a key, sums, their standard deviations, a weight, and the tensors that the results go to: float32,
     contiguous, in main memory; then the place of each in the stream of numbers, ascending, or None if they lie end to end.
-    `normals` writes the numbers of a key to a float64 tensor of whole chunks, for the self-check."""
+    `normals` writes the numbers of a key, from chunk `first` on, to a float64 tensor of whole chunks."""
 
     add: Callable[[bytearray, Sequence[Tensor], Sequence[float], float, Sequence[Tensor], Sequence[int] | None], None]
-    normals: Callable[[bytearray, Tensor], None]
+    normals: Callable[[bytearray, Tensor, int], None]
 
 
 # From a key and the number of the first block of 16 bytes to as many blocks as the memory has room for, in place.
@@ -45,7 +45,7 @@ def build(library: Path, chunk: int = 1024, narrow: bool = False) -> Noise | Non
     """It does nothing on a processor without AES, as `checked` finds out. `narrow` does without the processor's instructions
     for four blocks of the cipher at a time."""
     release = function(library, "clipless_release", *[POINTER] * 4, ctypes.c_double, POINTER, *[COUNT] * 3)
-    numbers = function(library, "clipless_normals", *[POINTER] * 2, *[COUNT] * 2)
+    numbers = function(library, "clipless_normals", *[POINTER] * 2, *[COUNT] * 3)
     if release is None or numbers is None:
         return None
 
@@ -69,8 +69,8 @@ def build(library: Path, chunk: int = 1024, narrow: bool = False) -> Noise | Non
         memory = KEY_MEMORY.from_buffer(key)
         release(memory, at, given, scales.buffer_info()[0], weight, starts, count, narrow, workers)
 
-    def normals(key: bytearray, into: Tensor) -> None:
-        numbers(KEY_MEMORY.from_buffer(key), into.data_ptr(), len(into) // chunk, narrow)
+    def normals(key: bytearray, into: Tensor, first: int) -> None:
+        numbers(KEY_MEMORY.from_buffer(key), into.data_ptr(), first, len(into) // chunk, narrow)
 
     return Noise(add, normals)
 

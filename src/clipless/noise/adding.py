@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clipless.arrays import Floats
 from clipless.native import checked
 from clipless.native.noise import Noise, build
-from clipless.noise.normals import CHUNK, blocks, standard_normals
+from clipless.noise.normals import CHUNK, Chunks, blocks, chunks_by_numpy
 
 GRID_BITS = 6
 
@@ -38,17 +39,18 @@ def by_numpy(
     weight: float,
     into: Sequence[Tensor],
     places: Sequence[int] | None = None,
+    chunks: Chunks = chunks_by_numpy,
 ) -> None:
     """into[k] = sums[k] + stddevs[k] times the numbers of the key from number places[k] on, by default tensor after tensor,
     rounded to the grid of stddevs[k], then times `weight`.
 
-    Contiguous tensors in main memory; each sum in the type of what it goes to. Torch is not used, because its threads give
-    wrong results in a forked child.
+    Contiguous tensors in main memory; each sum in the type of what it goes to. `chunks` makes the numbers. Torch is not
+    used, because its threads give wrong results in a forked child.
     """
-    noise, left = blocks(key, sum(tensor.numel() for tensor in into)), np.empty(0)
+    noise, left = blocks(key, sum(tensor.numel() for tensor in into), made=chunks), np.empty(0)
     for number, (value, stddev, out) in enumerate(zip(sums, stddevs, into, strict=True)):
         if places is not None:
-            noise, left = blocks(key, out.numel(), places[number]), np.empty(0)
+            noise, left = blocks(key, out.numel(), places[number], chunks), np.empty(0)
         given, made, far = value.numpy().reshape(-1), out.numpy().reshape(-1), 1.5 * 2.0**52 * grid(stddev)
         done = 0
         while done < len(made):
@@ -82,9 +84,10 @@ def _pairs(ours: Noise) -> Iterator[tuple[Tensor, Tensor]]:
     sums = [torch.from_numpy(np.linspace(-3, 3, size, dtype=np.float32)) for size in sizes]
     stddevs = [0.1 * 1.9**number for number in range(len(sizes))]
     for key in (bytearray(range(32)), bytearray(range(255, 223, -1))):
-        numbers = torch.from_numpy(np.zeros(40 * CHUNK))
-        ours.normals(key, numbers)
-        yield numbers, torch.from_numpy(standard_normals(key, len(numbers)))
+        for first in (0, 7):
+            numbers = torch.from_numpy(np.zeros(20 * CHUNK))
+            ours.normals(key, numbers, first)
+            yield numbers, torch.from_numpy(chunks_by_numpy(key, first, 20))
         made, expected = ([torch.from_numpy(np.zeros(size, np.float32)) for size in sizes] for _ in range(2))
         ours.add(key, sums, stddevs, 1 / 3, made, None)
         by_numpy(key, sums, stddevs, 1 / 3, expected)
@@ -96,3 +99,16 @@ def _pairs(ours: Noise) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 compiled = checked(_build, _pairs)
+
+
+def chunks_by(fast: Noise | None) -> Chunks:
+    """What makes the numbers of sums that the compiled release does not take: the library's numbers, or numpy's."""
+    if fast is None:
+        return chunks_by_numpy
+
+    def made(key: bytearray, first: int, chunks: int) -> Floats:
+        numbers = np.empty(chunks * CHUNK)
+        fast.normals(key, torch.from_numpy(numbers), first)
+        return numbers
+
+    return made

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from clipless.errors import InvalidArgument
-from clipless.noise.adding import by_numpy, compiled
+from clipless.noise.adding import by_numpy, chunks_by, compiled
 from clipless.noise.keys import KEY, Keys, erase, keys_of, keystream, require_cipher, words
 from clipless.noise.normals import CHUNK, standard_normals
 
@@ -57,8 +57,11 @@ class NoiseSource:
             sums.append(here)
             outs.append(torch.empty_like(here))
         key = self._keys.key(stream, step)
-        fast = compiled() if fits else None
-        (fast.add if fast else by_numpy)(key, sums, stddevs, 1 / divisor, outs, places)
+        fast = compiled()
+        if fast and fits:
+            fast.add(key, sums, stddevs, 1 / divisor, outs, places)
+        else:
+            by_numpy(key, sums, stddevs, 1 / divisor, outs, places, chunks_by(fast))
         for number, value in enumerate(values):
             if not value.is_cpu:
                 place, made = 0 if places is None else places[number], outs[number]
@@ -134,7 +137,7 @@ def _normals(key: bytearray, count: int) -> Tensor:
     if fast is None:
         return torch.from_numpy(standard_normals(key, count))
     numbers = torch.empty(-(-count // CHUNK) * CHUNK, dtype=torch.float64)
-    fast.normals(key, numbers)
+    fast.normals(key, numbers, 0)
     return numbers[:count]
 
 
