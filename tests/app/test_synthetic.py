@@ -92,19 +92,43 @@ def test_the_whitened_features_of_a_record_do_not_depend_on_the_others(monkeypat
 @pytest.mark.usefixtures("means")
 def test_images_that_are_not_square_cannot_be_whitened() -> None:
     with pytest.raises(InvalidArgument, match="square"):
-        features._whitened(torch.zeros(2, 1, 8, 9), ["scattering", "whitened"])
+        features._whitened(torch.zeros(2, 1, 8, 9), ["scattering", "whitened"], torch.relu)
+
+
+@pytest.mark.parametrize("name", ["scattering+whitened", "scattering+patches+mirrored+whitened", "patches"])
+def test_features_that_can_be_made(name: str) -> None:
+    features.refuse_unknown(name.split("+"))
 
 
 @pytest.mark.parametrize(
-    ("name", "known"),
+    "name",
     [
-        ("scattering+whitened", True),
-        ("scattering+patches+mirrored+whitened", True),
-        ("scattering+whitened+mirrored", False),
-        ("whitened", False),
-        ("whitened+scattering", False),
-        ("scattering+whitened+whitened", False),
+        "scattering+whitened+mirrored",
+        "whitened",
+        "whitened+scattering",
+        "scattering+whitened+whitened",
+        "patches+patches",
+        "mirrored",
     ],
 )
-def test_whitening_comes_last(name: str, known: bool) -> None:
-    assert features.is_known(name.split("+")) == known
+def test_changes_come_last_and_in_order_and_features_once(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="in that order"):
+        load(f"digits+{name}")
+
+
+@pytest.mark.usefixtures("means")
+def test_a_feature_that_does_not_exist_is_named_beside_those_that_do() -> None:
+    with pytest.raises(InvalidArgument, match="unknown feature 'scatering': did you mean 'scattering'"):
+        load("digits+scatering")
+    with pytest.raises(InvalidArgument, match="unknown data set 'digit': did you mean 'digits'"):
+        load("digit+scattering")
+
+
+@pytest.mark.usefixtures("means")
+def test_features_are_reported_while_they_are_made_and_not_when_they_are_kept() -> None:
+    reports: list[tuple[str, float, float]] = []
+    load("digits+scattering+whitened", on_progress=lambda *report: reports.append(report))
+    assert set(reports) == {("features +scattering", done, total) for done, total in [(0, 1), (0, 3), (1, 3), (2, 3)]}
+    reports.clear()
+    load("digits+scattering+whitened", on_progress=lambda *report: reports.append(report))
+    assert not reports

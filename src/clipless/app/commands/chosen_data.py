@@ -8,6 +8,7 @@ from typing import Any
 from clipless.app import data as data_sets
 from clipless.app.data import DATA, Data, OwnData
 from clipless.app.options.data import DataGroup
+from clipless.app.terminal.progress import reporting_bar
 from clipless.app.toml_files import read_schema
 
 
@@ -26,8 +27,9 @@ def own_data(group: DataGroup, columns: Mapping[str, Any] | None = None, made_fr
 
 
 def load_data(group: DataGroup, columns: Mapping[str, Any] | None = None, made_from: str | None = None) -> Data:
-    """The data set. Raises InvalidArgument with the remedy."""
-    return data_sets.load(group.data, group.data_dir, own_data(group, columns, made_from))
+    """The data set, with a bar on terminals while features are computed. Raises InvalidArgument with the remedy."""
+    with reporting_bar(visible=True) as report:
+        return data_sets.load(group.data, group.data_dir, own_data(group, columns, made_from), report)
 
 
 def remote_name(group: DataGroup, stated: OwnData) -> str | None:

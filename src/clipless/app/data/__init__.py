@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clipless.app.data.dataset import Data
 from clipless.app.data.digits import digits
-from clipless.app.data.features import is_known, with_features
+from clipless.app.data.features import NAMES, refuse_unknown, with_features
 from clipless.app.data.files import idx_folder, npz_archive
 from clipless.app.data.images import cifar10, fashion_mnist, mnist, svhn
 from clipless.app.data.own import TABLE_ENDS, OwnData, is_function, load_features, load_function, load_table
@@ -18,6 +18,7 @@ from clipless.app.data.sentences import NAME as MINILM
 from clipless.app.data.sentences import with_minilm
 from clipless.app.data.tables import adult, adult_labels, housing, wine
 from clipless.app.data.texts import Sentences, e2e, names, qnli, snli, sst2
+from clipless.app.progress import OnProgress, ignored
 from clipless.arguments import unknown_name
 from clipless.errors import InvalidArgument
 
@@ -43,7 +44,12 @@ DATA: dict[str, Callable[[str | Path | None], Data]] = {
 }
 
 
-def load(name_or_path: str | Path, data_dir: str | Path | None = None, own: OwnData | None = None) -> Data:
+def load(
+    name_or_path: str | Path,
+    data_dir: str | Path | None = None,
+    own: OwnData | None = None,
+    on_progress: OnProgress = ignored,
+) -> Data:
     """A registered data set; the one in a folder of idx files, an `.npz` archive, a csv or Parquet table; or what a function
     `package.module:function` returns.
 
@@ -55,6 +61,7 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, own: OwnD
     those of a network trained on ImageNet; `+mirrored` after them averages over the image and its mirror image, and
     `+whitened` at the end decorrelates them by what they are like on synthetic pictures.
     `+minilm` after the name of a set of sentences turns each into features of a small pretrained encoder.
+    Features are computed once and kept on disk; `on_progress` is told how far that is.
 
     Raises InvalidArgument for a name or file that does not exist and for contents that cannot be trained on.
     """
@@ -67,9 +74,10 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, own: OwnD
     stated.refuse_on(f"{name} is none")
     plain, *features = name.split("+")
     if features == [MINILM] and plain in DATA:
-        return with_minilm(_sentences(plain)(data_dir))
-    if features and is_known(features):
-        return with_features(load(plain, data_dir), features)
+        return with_minilm(_sentences(plain)(data_dir), on_progress)
+    if features and not path.exists() and (plain in DATA or set(features) <= NAMES):
+        refuse_unknown(features)
+        return with_features(load(plain, data_dir), features, on_progress)
     if name in DATA:
         return DATA[name](data_dir)
     if path.is_dir():

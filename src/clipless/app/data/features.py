@@ -8,7 +8,7 @@ its mirror image, and `+whitened` at the end decorrelates them by what they are 
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -21,6 +21,8 @@ from clipless.app.data import patches, synthetic, whitening
 from clipless.app.data.dataset import Data
 from clipless.app.data.kept import kept
 from clipless.app.data.whitening import Whitening
+from clipless.app.progress import OnProgress, ignored, reported
+from clipless.arguments import unknown_name
 from clipless.errors import InvalidArgument, MissingLibrary
 
 SCALES = 2
@@ -64,21 +66,35 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-def is_known(names: Sequence[str]) -> bool:
-    """Whether these are names of features, one at least, perhaps with "mirrored" and "whitened" after them."""
+NAMES = {*FEATURES, *CHANGES}
+
+
+def refuse_unknown(names: Sequence[str]) -> None:
+    """Raises InvalidArgument unless these are names of features, one at least and each once, perhaps with "mirrored" and
+    "whitened" after them."""
     features = _features(names)
     changes = list(names[len(features) :])
-    return bool(features) and set(features) <= set(FEATURES) and changes == [x for x in CHANGES if x in changes]
+    for name in features:
+        if name not in FEATURES:
+            raise unknown_name("feature", name, [*FEATURES, *CHANGES])
+    if not features or len(set(features)) < len(features) or changes != [x for x in CHANGES if x in changes]:
+        last = " and ".join(f"+{change}" for change in CHANGES)
+        raise InvalidArgument(
+            f"+{'+'.join(names)} cannot be made: give one feature at least, each once ({', '.join(FEATURES)}), then if you "
+            f"like {last}, in that order."
+        )
 
 
-def with_features(data: Data, names: Sequence[str]) -> Data:
+def with_features(data: Data, names: Sequence[str], on_progress: OnProgress = ignored) -> Data:
     """The same records as features, those of several names side by side, kept on disk."""
     if len(data.shape) != 3:
         raise InvalidArgument(
             f"{data.name} has no images, which is what +{names[0]} transforms: leave +{names[0]} out."
         )
-    of = _whitened if WHITENED in names else _side_by_side
-    parts = [TensorDataset(of(part.tensors[0], names), part.tensors[1]) for part in (data.train, data.test)]
+    of = partial(_side_by_side, names=names, on_progress=on_progress)
+    if WHITENED in names:
+        of = partial(_whitened, names=names, of=of)
+    parts = [TensorDataset(of(part.tensors[0]), part.tensors[1]) for part in (data.train, data.test)]
     shape = tuple(parts[0].tensors[0].shape[1:])
     return replace(data, name="+".join([data.name, *names]), train=parts[0], test=parts[1], shape=shape)
 
@@ -88,37 +104,37 @@ def _features(names: Sequence[str]) -> list[str]:
     return list(takewhile(lambda name: name not in CHANGES, names))
 
 
-def _side_by_side(images: Tensor, names: Sequence[str]) -> Tensor:
-    found = [_kept(images, name, MIRRORED in names) for name in _features(names)]
+def _side_by_side(images: Tensor, names: Sequence[str], on_progress: OnProgress) -> Tensor:
+    found = [_kept(images, name, MIRRORED in names, on_progress) for name in _features(names)]
     return found[0] if len(found) == 1 else torch.cat([each.flatten(1) for each in found], 1)
 
 
-def _whitened(images: Tensor, names: Sequence[str]) -> Tensor:
+def _whitened(images: Tensor, names: Sequence[str], of: Callable[[Tensor], Tensor]) -> Tensor:
     if images.shape[2] != images.shape[3]:
         raise InvalidArgument(
             f"+{WHITENED} is for square images, and these have the shape {tuple(images.shape[1:])}: leave it out."
         )
 
     def compute() -> Tensor:
-        found = _whitening(tuple(names), images.shape[1], images.shape[2])
-        return torch.cat([found(part) for part in _side_by_side(images, names).flatten(1).split(AT_A_TIME)])
+        found = _whitening(tuple(names), images.shape[1], images.shape[2], of)
+        return torch.cat([found(part) for part in of(images).flatten(1).split(AT_A_TIME)])
 
     constants = [*(FEATURES[name].made_of for name in _features(names)), whitening.MADE_OF, synthetic.MADE_OF]
     return kept(WHITENED, _made_of(images, *names, *constants), compute)
 
 
-@cache
-def _whitening(names: tuple[str, ...], channels: int, side: int) -> Whitening:
-    """By the same features of synthetic pictures."""
+@lru_cache(maxsize=1)
+def _whitening(names: tuple[str, ...], channels: int, side: int, of: Callable[[Tensor], Tensor]) -> Whitening:
+    """By the same features of synthetic pictures: once for training and test records."""
     pictures = synthetic.pictures(whitening.PICTURES, channels, side, whitening.SEED)
-    return whitening.whitening_of(_side_by_side(pictures, names).flatten(1))
+    return whitening.whitening_of(of(pictures).flatten(1))
 
 
-def _kept(images: Tensor, name: str, mirrored: bool) -> Tensor:
+def _kept(images: Tensor, name: str, mirrored: bool, on_progress: OnProgress) -> Tensor:
     feature = FEATURES[name]
     of = partial(mirror_mean, feature.of) if mirrored else feature.of
-    made_of = _made_of(images, feature.made_of, mirrored)
-    return kept(name, made_of, lambda: torch.cat([of(part) for part in images.split(feature.at_a_time)]))
+    parts = reported(f"features +{name}", images.split(feature.at_a_time), on_progress)
+    return kept(name, _made_of(images, feature.made_of, mirrored), lambda: torch.cat(list(map(of, parts))))
 
 
 def _made_of(images: Tensor, *constants: object) -> bytes:

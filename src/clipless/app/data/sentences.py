@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from clipless.app.data.dataset import Data
 from clipless.app.data.kept import kept
 from clipless.app.data.texts import Labelled, Sentences
+from clipless.app.progress import OnProgress, ignored, reported
 from clipless.errors import MissingLibrary
 
 NAME = "minilm"
@@ -27,22 +28,23 @@ AT_A_TIME = 64
 MADE_OF = f"mean-{LENGTH}"
 
 
-def with_minilm(sentences: Sentences) -> Data:
+def with_minilm(sentences: Sentences, on_progress: OnProgress = ignored) -> Data:
     """The same records as features, kept on disk."""
     parts = [
-        TensorDataset(_kept(rows), torch.tensor([label for _, label in rows]))
+        TensorDataset(_kept(rows, on_progress), torch.tensor([label for _, label in rows]))
         for rows in (sentences.train, sentences.test)
     ]
     shape = tuple(parts[0].tensors[0].shape[1:])
     return Data(f"{sentences.name}+{NAME}", parts[0], parts[1], sentences.classes, shape)
 
 
-def record_features(records: Sequence[tuple[str, ...]]) -> Tensor:
+def record_features(records: Sequence[tuple[str, ...]], on_progress: OnProgress = ignored) -> Tensor:
     """384 features of each single sentence; of a pair u, v the 1,536 of u, v, their distance and their product. They have
     mean 0 and variance 1 within each record."""
     different = sorted({sentence for record in records for sentence in record}, key=lambda each: (len(each), each))
     place = {sentence: number for number, sentence in enumerate(different)}
-    found = torch.cat([mean_tokens(different[at : at + AT_A_TIME]) for at in range(0, len(different), AT_A_TIME)])
+    starts = reported(f"features +{NAME}", range(0, len(different), AT_A_TIME), on_progress)
+    found = torch.cat([mean_tokens(different[at : at + AT_A_TIME]) for at in starts])
     columns = [found[[place[record[number]] for record in records]] for number in range(len(records[0]))]
     if len(columns) == 2:
         first, second = columns
@@ -61,10 +63,10 @@ def mean_tokens(sentences: Sequence[str]) -> Tensor:
     return F.normalize((states * there).sum(1) / there.sum(1))
 
 
-def _kept(rows: Sequence[Labelled]) -> Tensor:
+def _kept(rows: Sequence[Labelled], on_progress: OnProgress) -> Tensor:
     records = [sentences for sentences, _ in rows]
     made_of = "\n".join([MADE_OF, *("\t".join(record) for record in records)]).encode()
-    return kept(NAME, made_of, lambda: record_features(records))
+    return kept(NAME, made_of, lambda: record_features(records, on_progress))
 
 
 @cache

@@ -48,7 +48,7 @@ def run_grid(
     cells = [cell for cell in experiment.cells(seeds) if not rows or cell.row in rows]
     waiting = [cell for cell in cells if stored(folder, cell) is None]
     for data in dict.fromkeys(cell.data for cell in cells):
-        data_sets.load(data, data_dir)  # refused here, with its remedy, and not in a worker
+        data_sets.load(data, data_dir, on_progress=on_progress)  # refused here, with its remedy, and not in a worker
     total, done = sum(map(_work, cells)), sum(_work(cell) for cell in cells if cell not in waiting)
     pool: Pool = InProcess() if workers == 1 else Processes(workers)
     try:

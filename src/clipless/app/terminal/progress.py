@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from clipless.app.progress import OnProgress
 from clipless.app.terminal.output import is_quiet, metric_text, short
 
 if TYPE_CHECKING:
@@ -30,6 +31,23 @@ def fraction_bar(title: str, *, visible: bool) -> Iterator[Callable[[float], Non
     with progress_bar(PERCENT, visible=visible, on_terminal_only=True) as bar:
         task = bar.add_task(title, total=1.0)
         yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def reporting_bar(*, visible: bool) -> Iterator[OnProgress]:
+    """A bar for terminals only, which appears with the first report."""
+    bar, tasks = progress_bar(PERCENT, visible=visible, on_terminal_only=True), list[TaskID]()
+
+    def report(what: str, done: float, total: float) -> None:
+        if not tasks:
+            bar.start()
+            tasks.append(bar.add_task(what))
+        bar.update(tasks[0], description=what, completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        bar.stop()
 
 
 class TrainingBar:
