@@ -40,7 +40,7 @@ def test_the_machine_tells_what_a_measurement_depends_on() -> None:
     [
         (INTEL, "intel-xeon-amx-4-cores"),
         ({"cpu": "AMD EPYC", "usable_cores": 2}, "amd-epyc-2-cores"),  # as stored before extensions were told
-        ({"cpu": "../a b/Ä", "usable_cores": 1, "vector_extensions": []}, "a-b-1-cores"),
+        ({"cpu": "../a b/Ä", "usable_cores": 1, "vector_extensions": []}, "a-b-1-core"),
     ],
 )
 def test_a_machine_has_a_folder_name(facts: dict[str, object], name: str) -> None:

@@ -52,8 +52,7 @@ def described(machine: Mapping[str, Any]) -> str:
     >>> described({"cpu": "Some CPU", "vector_extensions": ["AVX2", "AVX-512"], "usable_cores": 2})
     'Some CPU, AVX-512, 2 cores'
     """
-    parts = [machine["cpu"], *widest(machine), f"{machine['usable_cores']} cores"]
-    return ", ".join(parts)
+    return ", ".join([machine["cpu"], *widest(machine), _cores(machine)])
 
 
 def slug(machine: Mapping[str, Any]) -> str:
@@ -63,8 +62,16 @@ def slug(machine: Mapping[str, Any]) -> str:
     'intel-xeon-avx2-2-cores'
     """
     name = re.sub(r"\((?:R|TM)\)|\b(?:CPU|Processor)\b|@.*", " ", machine["cpu"], flags=re.I)
-    rest = [*widest(machine), f"{machine['usable_cores']} cores"]
-    return "-".join(re.findall(r"[a-z0-9]+", " ".join([name, *rest]).lower()))
+    return "-".join(re.findall(r"[a-z0-9]+", " ".join([name, *widest(machine), _cores(machine)]).lower()))
+
+
+def _cores(machine: Mapping[str, Any]) -> str:
+    """
+    >>> _cores({"usable_cores": 1}), _cores({"usable_cores": 2})
+    ('1 core', '2 cores')
+    """
+    number = machine["usable_cores"]
+    return f"{number} core" if number == 1 else f"{number} cores"
 
 
 def widest(machine: Mapping[str, Any]) -> list[str]:
