@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -20,9 +21,9 @@ from clipless.app.data.sentences import NAME as MINILM
 from clipless.app.models import MODELS, TEXT_MODELS
 from clipless.app.reproduce import experiment, results_page, running
 from clipless.app.reproduce.choosing import read as read_choice
-from clipless.app.reproduce.configuration import Configuration, configurations, parse
+from clipless.app.reproduce.configuration import Configuration, Published, configurations, parse
 from clipless.app.reproduce.pictures import PICTURES
-from clipless.app.reproduce.summary import interval, lines, markdown
+from clipless.app.reproduce.summary import TableLine, interval, lines, markdown
 from clipless.app.training import Saving, train
 from clipless.errors import CliplessError, Interrupted, InvalidArgument
 
@@ -240,6 +241,23 @@ def test_page_and_readme_are_made_of_what_is_stored(
     rows = [line for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("| small")]
     assert len(rows) == 1, "lines without a published number are on the page only"
     assert "90.50 ± 0.50" in rows[0]
+
+
+def test_a_row_of_the_readme_has_its_points_side_by_side() -> None:
+    def line(point: dict[str, Any], epsilon: float | None, published: float | None) -> TableLine:
+        paper = None if published is None else Published("A", published, None, {})
+        return TableLine("A", point, "accuracy", (95.0 + (epsilon or 0.0),), epsilon, {}, None, paper, {})
+
+    def row(*found: TableLine, accountants: Sequence[str]) -> str:
+        pairs = zip(found, accountants, strict=True)
+        records = [{"row": "A", "point": each.point, "settings": {"accountant": name}} for each, name in pairs]
+        return results_page._readme_row("id", found, records)
+
+    first, second = line({"e": 1}, 1.0, 90.0), line({"e": 2}, 2.0, None)
+    assert row(first, second, accountants=["rdp", "rdp"]) == "| id | A | 1; 2, rdp | 96.00; 97.00 % | 1 | 90.00; - |"
+    assert row(first, second, accountants=["rdp", "pld"]) == "| id | A | 1 rdp; 2 pld | 96.00; 97.00 % | 1 | 90.00; - |"
+    assert row(second, accountants=["pld"]) == "| id | A | 2, pld | 97.00 % | 1 |  |"
+    assert row(line({}, None, 99.0), accountants=["pld"]) == "| id | A | not private | 95.00 % | 1 | 99.00 |"
 
 
 @pytest.mark.parametrize(

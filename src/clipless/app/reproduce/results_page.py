@@ -57,23 +57,49 @@ def write_page(folder: Path, page: Path) -> list[str]:
 
 
 def write_readme(folder: Path, readme: Path) -> None:
-    """Put a short table of all lines that have a published number between the markers of a README."""
+    """Put a short table of all lines that have a published number between the markers of a README: a row of it for each row
+    of an experiment, with its values at several points side by side."""
     known = configurations()
     rows = ["| experiment | | ε, accountant | ours | seeds | published |", "| --- | --- | --- | --- | --- | --- |"]
     for name, content in stored_results(folder).items():
-        quoted = [
-            one for one in lines(known[name], content["runs"]) if one.published or known[name].figure.get("readme")
-        ]
-        rows += [_readme_row(name, line, content["runs"]) for line in quoted]
+        found = lines(known[name], content["runs"])
+        quoted = [line for line in found if line.published or known[name].figure.get("readme")]
+        by_row = {
+            row: [line for line in quoted if line.row == row] for row in dict.fromkeys(line.row for line in quoted)
+        }
+        rows += [_readme_row(name, own, content["runs"]) for own in by_row.values()]
     put_between(MARKERS, "\n".join(rows) + "\n", readme)
 
 
-def _readme_row(name: str, line: TableLine, records: Sequence[Mapping[str, Any]]) -> str:
-    own = next(one for one in records if one["row"] == line.row and one["point"] == line.point)
-    spent = "not private" if line.epsilon is None else f"{line.epsilon:.3g}, {own['settings']['accountant']}"
-    theirs = "" if line.published is None else with_interval(line.published.value, line.published.interval)
-    unit = " %" if line.metric.endswith("accuracy") else ""
-    return f"| {name} | {line.row} | {spent} | {line.text}{unit} | {len(line.scores)} | {theirs} |"
+def _readme_row(name: str, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> str:
+    row = found[0].row
+    used = [next(r for r in records if (r["row"], r["point"]) == (row, line.point)) for line in found]
+    accountants = [record["settings"]["accountant"] for record in used]
+    one = len(set(accountants)) == 1
+    spent = [
+        f"{line.epsilon:.3g}" + ("" if one else f" {accountant}")
+        for line, accountant in zip(found, accountants, strict=True)
+        if line.epsilon is not None
+    ]
+    published = [line.published and with_interval(line.published.value, line.published.interval) for line in found]
+    cells = [
+        name,
+        row,
+        (_side_by_side(spent) + (f", {accountants[0]}" if one else "")) if spent else "not private",
+        _side_by_side([line.text for line in found]) + (" %" if found[0].metric.endswith("accuracy") else ""),
+        _side_by_side([f"{len(line.scores)}" for line in found]),
+        _side_by_side([text or "-" for text in published]) if any(published) else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _side_by_side(texts: Sequence[str]) -> str:
+    """One text if all are the same.
+
+    >>> _side_by_side(["1", "1"]), _side_by_side(["0.998", "2"])
+    ('1', '0.998; 2')
+    """
+    return texts[0] if len(set(texts)) == 1 else "; ".join(texts)
 
 
 def _pictures(experiment: Configuration, records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
