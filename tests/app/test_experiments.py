@@ -243,6 +243,54 @@ def test_page_and_readme_are_made_of_what_is_stored(
     assert "90.50 ± 0.50" in rows[0]
 
 
+CURVES = """
+title = "Digits"
+source = "ours"
+data = "digits"
+seeds = 1
+
+[settings]
+epochs = 1
+
+[grid]
+epsilon = [1.0, 4.0]
+
+[[rows]]
+name = "A"
+settings = { clipping = "auto-s" }
+
+[[rows]]
+name = "B"
+settings = { clipping = "abadi", epsilon = 2.0 }
+
+[[rows]]
+name = "C"
+settings = { clipping = "none" }
+
+[figure]
+kind = "curves"
+x = "epsilon"
+"""
+
+
+def test_a_row_that_has_the_setting_of_the_axis_by_itself_is_a_point() -> None:
+    def line(row: str, point: dict[str, Any], score: float) -> TableLine:
+        return TableLine(row, point, "accuracy", (score,), None, {}, None, None, {})
+
+    found = [
+        line("A", {"epsilon": 4.0}, 92.0),
+        line("A", {"epsilon": 1.0}, 90.0),
+        line("B", {}, 95.0),
+        line("C", {}, 99.0),
+    ]
+    (axes,) = PICTURES["curves"](parse("curves", CURVES), found, []).axes
+    drawn = [(list(each.get_xdata()), list(each.get_ydata())) for each in axes.get_lines() if len(each.get_xdata())]
+    assert ([1.0, 4.0], [90.0, 92.0]) in drawn
+    assert ([2.0], [95.0]) in drawn
+    assert [y for _, y in drawn if y == [99.0, 99.0]]  # from side to side
+    assert axes.get_xticks().tolist() == [1.0, 2.0, 4.0]
+
+
 def test_a_row_of_the_readme_has_its_points_side_by_side() -> None:
     def line(point: dict[str, Any], epsilon: float | None, published: float | None) -> TableLine:
         paper = None if published is None else Published("A", published, None, {})

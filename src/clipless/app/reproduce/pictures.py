@@ -67,33 +67,35 @@ def _point(axes: Any, line: int, values: Sequence[float], label: str | None = No
 
 def curves(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
     """The metric against a setting of the grid, one curve with error bars for every row and combination of the other
-    settings; the paper's dotted."""
+    settings; the paper's dotted. A row that has the setting by itself is a point."""
     key = experiment.figure["x"]
     figure, (axes,) = panels(1)
-    rows = list(dict.fromkeys(_without(key, line) for line in found if key in line.point))
+    fixed = {row.name: row.settings[key] for row in experiment.rows if key in row.settings}
+
+    def place(line: TableLine) -> Any:
+        return line.point.get(key, fixed.get(line.row))
+
+    rows = list(dict.fromkeys(_without(key, line) for line in found if place(line) is not None))
     for number, row in enumerate(rows):
-        own = sorted(
-            (line for line in found if key in line.point and _without(key, line) == row),
-            key=lambda line: line.point[key],
-        )
+        own = sorted((line for line in found if place(line) is not None and _without(key, line) == row), key=place)
         again, colour = divmod(number, len(COLOURS))
         marker = MARKERS[(colour + again) % len(MARKERS)]  # another one where colours begin again
         style = {"color": COLOURS[colour], "marker": marker, "markersize": 4}
-        x = [line.point[key] for line in own]
+        x = [place(line) for line in own]
         half = [line.interval or 0.0 for line in own]
         axes.errorbar(x, [line.mean for line in own], yerr=half, label=row, linewidth=1.5, capsize=3, **style)
-        theirs = [(line.point[key], line.published.value) for line in own if line.published]
+        theirs = [(place(line), line.published.value) for line in own if line.published]
         if theirs:
             axes.plot(*zip(*theirs, strict=True), linestyle=":", alpha=0.6, **style)
     for line in found:
-        if key not in line.point:
+        if place(line) is None:
             axes.axhline(line.mean, color="0.4", linewidth=1, linestyle="--", label=f"{line.row} ({line.mean:.2f})")
     ending = " (dotted: the paper)" if any(line.published for line in found) else ""
     log = experiment.figure.get("log", "")
     dress(axes, experiment.title + ending, key, metric_name(found[0].metric), log, legend=None)
     longest = max(map(len, axes.get_legend_handles_labels()[1]))
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=max(1, min(4, LEGEND_WIDTH // longest)))
-    places = sorted({line.point[key] for line in found if key in line.point})
+    places = sorted({place(line) for line in found} - {None})
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.set_xticks([], minor=True)
     return figure
