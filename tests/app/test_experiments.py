@@ -27,12 +27,14 @@ from clipless.app.reproduce.summary import TableLine, interval, lines, markdown
 from clipless.app.training import Saving, train
 from clipless.errors import CliplessError, Interrupted, InvalidArgument
 
+ROOT = Path(__file__).parents[2]
 SMALL = """
 title = "Digits"
 source = "no paper"
 data = "digits"
 seeds = 2
 note = "Tiny."
+readme = ["AUTO-S", "plain"]
 measure = ["confidence", "norms"]
 
 [settings]
@@ -239,8 +241,22 @@ def test_page_and_readme_are_made_of_what_is_stored(
         assert f"figures/results/small-{name}.png" in text
         assert (tmp_path / "figures" / "results" / f"small-{name}.png").exists()
     rows = [line for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("| small")]
-    assert len(rows) == 1, "lines without a published number are on the page only"
-    assert "90.50 ± 0.50" in rows[0]
+    assert len(rows) == 2, "rows that are not named for the README are on the page only"
+    assert "| small | AUTO-S | 2.99; 7.98, pld |" in rows[0]
+    assert "| -; 90.50 ± 0.50 |" in rows[0]
+    assert "| small | plain | not private |" in rows[1]
+
+
+def test_a_row_that_is_not_there_cannot_be_named_for_the_readme() -> None:
+    with pytest.raises(InvalidArgument, match="DC-P"):
+        parse("small", SMALL.replace('readme = ["AUTO-S", "plain"]', 'readme = ["DC-P"]'))
+
+
+def test_the_readme_of_the_repository_shows_what_is_stored(tmp_path: Path) -> None:
+    here, again = ROOT / "README.md", tmp_path / "README.md"
+    again.write_bytes(here.read_bytes())
+    results_page.write_readme(ROOT / "experiments" / "results", again)
+    assert again.read_text(encoding="utf-8") == here.read_text(encoding="utf-8")
 
 
 CURVES = """

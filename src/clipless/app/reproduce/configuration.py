@@ -72,7 +72,9 @@ class GridRun:
 
 @dataclass(frozen=True)
 class Configuration:
-    """An experiment. Every row is run with each setting of the `grid`; `note` says where it differs from the paper."""
+    """An experiment. Every row is run with each setting of the `grid`; `note` says where it differs from the paper. `readme`
+    names the rows that a README shows.
+    """
 
     id: str
     title: str
@@ -85,6 +87,7 @@ class Configuration:
     published: tuple[Published, ...] = ()
     figure: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+    readme: tuple[str, ...] = ()
     measure: tuple[str, ...] = ()
     resume: bool = False
     quick: Mapping[str, Any] = field(default_factory=dict)
@@ -171,8 +174,12 @@ def parse(name: str, text: str) -> Configuration:
             for one in content.pop("published", [])
         )
         grid = {key: tuple(values) for key, values in flattened(content.pop("grid", {})).items()}
-        measure = tuple(content.pop("measure", ()))
-        made = Configuration(id=name, rows=rows, published=published, grid=grid, measure=measure, **content)
+        measure, readme = tuple(content.pop("measure", ())), tuple(content.pop("readme", ()))
+        made = Configuration(
+            id=name, rows=rows, published=published, grid=grid, measure=measure, readme=readme, **content
+        )
+        for shown in readme:
+            named("row", shown, {row.name: row for row in rows})  # or raises
         for cell in (*made.cells(), *made.quickly().cells()):
             if cell.settings.private:
                 clippings.parse(cell.settings.clipping)  # or raises

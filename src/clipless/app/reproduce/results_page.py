@@ -57,17 +57,14 @@ def write_page(folder: Path, page: Path) -> list[str]:
 
 
 def write_readme(folder: Path, readme: Path) -> None:
-    """Put a short table of all lines that have a published number between the markers of a README: a row of it for each row
-    of an experiment, with its values at several points side by side."""
+    """Put a short table between the markers of a README: the rows that the experiments name for it, each with its values at
+    several points side by side."""
     known = configurations()
     rows = ["| experiment | | ε, accountant | ours | seeds | published |", "| --- | --- | --- | --- | --- | --- |"]
     for name, content in stored_results(folder).items():
         found = lines(known[name], content["runs"])
-        quoted = [line for line in found if line.published or known[name].figure.get("readme")]
-        by_row = {
-            row: [line for line in quoted if line.row == row] for row in dict.fromkeys(line.row for line in quoted)
-        }
-        rows += [_readme_row(name, own, content["runs"]) for own in by_row.values()]
+        by_row = [[line for line in found if line.row == row] for row in known[name].readme]
+        rows += [_readme_row(name, own, content["runs"]) for own in by_row if own]
     put_between(MARKERS, "\n".join(rows) + "\n", readme)
 
 
