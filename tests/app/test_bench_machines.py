@@ -32,6 +32,7 @@ def test_the_machine_tells_what_a_measurement_depends_on() -> None:
     assert facts["versions"]["torch"] is not None
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     assert ("AVX2" in facts["vector_extensions"]) == (" avx2 " in flags)
+    assert (facts["cpu_model"] is None) == ("cpu family" not in flags)
     assert json.loads(json.dumps(facts)) == facts
 
 
@@ -40,6 +41,11 @@ def test_the_machine_tells_what_a_measurement_depends_on() -> None:
     [
         (INTEL, "intel-xeon-amx-4-cores"),
         ({"cpu": "AMD EPYC", "usable_cores": 2}, "amd-epyc-2-cores"),  # as stored before extensions were told
+        (
+            {"cpu": "AMD EPYC", "cpu_model": "family 26 model 2", "usable_cores": 2},
+            "amd-epyc-family-26-model-2-2-cores",
+        ),
+        ({"cpu": "AMD EPYC", "cpu_model": None, "usable_cores": 2}, "amd-epyc-2-cores"),
         ({"cpu": "../a b/Ä", "usable_cores": 1, "vector_extensions": []}, "a-b-1-core"),
     ],
 )
@@ -50,6 +56,10 @@ def test_a_machine_has_a_folder_name(facts: dict[str, object], name: str) -> Non
 def test_extensions_that_only_refine_others_do_not_tell_machines_apart() -> None:
     assert machine.widest({"vector_extensions": ["AVX2", "AVX-512", "AVX-512 BF16"]}) == ["AVX-512"]
     assert machine.vector_extensions("Features\t: fp asimd sve\n") == ["NEON", "SVE"]
+
+
+def test_a_processor_without_numbers_has_no_model() -> None:
+    assert machine.cpu_model("Features\t: fp asimd sve\nCPU part\t: 0xd40\n") is None
 
 
 def test_results_of_two_machines_and_both_allocators_are_kept_apart(tmp_path: Path) -> None:
@@ -87,10 +97,10 @@ def test_the_tables_show_every_machine_and_both_allocators(tmp_path: Path) -> No
 
 def test_what_older_versions_stored_is_still_read(tmp_path: Path) -> None:
     """They stored the machine without vector extensions, no tabular model and no curve of the number of records."""
-    (path,) = (ROOT / "benchmarks" / "results").glob("amd-epyc-*/bench.json")
+    path = ROOT / "benchmarks" / "results" / "amd-epyc-avx-512-2-cores" / "bench.json"
     record = json.loads(path.read_text(encoding="utf-8"))
-    for fact in ("vector_extensions", "vector_limits", "torch_kernels"):
-        del record["machine"][fact]
+    for fact in ("cpu_model", "vector_extensions", "vector_limits", "torch_kernels"):
+        record["machine"].pop(fact, None)
     del record["models"]["tabular"], record["scaling"]["records"]
     (tmp_path / "bench.json").write_text(json.dumps(record), encoding="utf-8")
     result = results.load(tmp_path / "bench.json")

@@ -31,6 +31,7 @@ LIMITS = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", 
 def facts() -> dict[str, Any]:
     return {
         "cpu": cpu(),
+        "cpu_model": cpu_model(_cpuinfo()),
         "vector_extensions": vector_extensions(_cpuinfo()),
         "vector_limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
         "cores": os.cpu_count(),
@@ -47,12 +48,15 @@ def facts() -> dict[str, Any]:
 
 
 def described(machine: Mapping[str, Any]) -> str:
-    """The processor, the widest of its vector extensions, and the cores used. Older results lack the extensions.
+    """The processor, the widest of its vector extensions, and the cores used. Older results lack model and extensions.
 
     >>> described({"cpu": "Some CPU", "vector_extensions": ["AVX2", "AVX-512"], "usable_cores": 2})
     'Some CPU, AVX-512, 2 cores'
+    >>> described({"cpu": "AMD EPYC", "cpu_model": "family 26 model 2", "usable_cores": 1})
+    'AMD EPYC (family 26 model 2), 1 core'
     """
-    return ", ".join([machine["cpu"], *widest(machine), _cores(machine)])
+    model = machine.get("cpu_model")
+    return ", ".join([f"{machine['cpu']} ({model})" if model else machine["cpu"], *widest(machine), _cores(machine)])
 
 
 def slug(machine: Mapping[str, Any]) -> str:
@@ -62,7 +66,8 @@ def slug(machine: Mapping[str, Any]) -> str:
     'intel-xeon-avx2-2-cores'
     """
     name = re.sub(r"\((?:R|TM)\)|\b(?:CPU|Processor)\b|@.*", " ", machine["cpu"], flags=re.I)
-    return "-".join(re.findall(r"[a-z0-9]+", " ".join([name, *widest(machine), _cores(machine)]).lower()))
+    words = [name, machine.get("cpu_model") or "", *widest(machine), _cores(machine)]
+    return "-".join(re.findall(r"[a-z0-9]+", " ".join(words).lower()))
 
 
 def _cores(machine: Mapping[str, Any]) -> str:
@@ -94,6 +99,17 @@ def cpu() -> str:
     """The name of the processor, as reported by the system."""
     names = [line.partition(":")[2].strip() for line in _cpuinfo().splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def cpu_model(cpuinfo: str) -> str | None:
+    """Which processor of the maker's it is, where the system reports it: virtual machines give all of them one name.
+
+    >>> cpu_model("model name : AMD EPYC\\ncpu family : 26\\nmodel : 2\\n")
+    'family 26 model 2'
+    """
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in cpuinfo.splitlines())}
+    numbers = found.get("cpu family"), found.get("model")
+    return f"family {numbers[0]} model {numbers[1]}" if all(numbers) else None
 
 
 def _cpuinfo() -> str:
