@@ -56,14 +56,14 @@ class Chart:
         return replace(self, lines=tuple(kept))
 
 
-def figure(columns: int = 1) -> tuple[Any, list[Any]]:
-    """A figure with this many charts side by side, and their axes."""
+def figure(columns: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
+    """A figure with this many charts side by side, in each of its rows, and their axes, row by row."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingLibrary("drawing needs matplotlib: pip install 'clipless[figures]'.") from None
-    made = Figure(figsize=(WIDTH * columns, HEIGHT), layout="constrained")
-    return made, list(made.subplots(1, columns, squeeze=False)[0])
+    made = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")
+    return made, list(made.subplots(rows, columns, squeeze=False).flat)
 
 
 def lines(axes: Any, chart: Chart) -> None:

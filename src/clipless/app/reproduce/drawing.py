@@ -1,5 +1,6 @@
 """What the figures of `clipless reproduce` share: axes, curves, and a figure with the sentence that goes with it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ import numpy.typing as npt
 
 from clipless.app.charts.drawing import COLOURS, figure
 
+MOST_COLUMNS = 3
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)))
 
 
@@ -21,11 +23,15 @@ class Drawing:
     draw: Callable[[], Any]
 
 
-def panels(columns: int) -> tuple[Any, list[Any]]:
-    """A figure with this many panels side by side, narrow enough to be legible on a laptop."""
-    made, axes = figure(columns)
-    made.set_size_inches({1: 6.0, 2: 10.5}.get(columns, 4.5 * columns), 4.0)
-    return made, axes
+def panels(number: int) -> tuple[Any, list[Any]]:
+    """A figure with this many panels, at most three side by side, so that it is legible on a laptop."""
+    rows = math.ceil(number / MOST_COLUMNS)
+    columns = math.ceil(number / rows)
+    made, axes = figure(columns, rows)
+    made.set_size_inches({1: 6.0, 2: 10.5}.get(columns, 4.5 * columns), 4.0 * rows)
+    for beyond in axes[number:]:
+        beyond.remove()
+    return made, axes[:number]
 
 
 def curve(axes: Any, number: int, x: npt.ArrayLike, y: npt.ArrayLike, label: str = "", **style: Any) -> None:
