@@ -43,7 +43,7 @@ def main(
         facts, gains = machine.facts() | {"load_average_before": machine.load_average(), "tiny": quick}, []
         folder = out / machine.slug(facts)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in names:
+        for name in (name for name in names if compiled.SWITCHES[name].used()):
             for model in compiled.SWITCHES[name].models:
                 gains.append(compiled.measure_gain(name, model, rounds, tiny=quick))
                 console.print(f"{name} on {model}: x{gains[-1].gain:.3f}")

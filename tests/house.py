@@ -27,6 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "native",
             "noise_schedule",
             "processes",
+            "processor",
             "random_state",
         }
     ),

@@ -46,6 +46,11 @@ except (ImportError, AttributeError) as error:
         "install one of these, pip install 'torch>=2.6'."
     ) from error
 
+# oneDNN's product of dense matrices, which torch's compiler calls: (left, right, bias, function, its numbers, algorithm).
+onednn_linear: Callable[..., Any] | None = getattr(
+    getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None
+)
+
 __all__ = [
     "GROUPED_PRODUCTS",
     "RECURRENT_KERNELS",
@@ -66,6 +71,7 @@ __all__ = [
     "is_compiled",
     "is_functorch_wrapped_tensor",
     "maybe_current_level",
+    "onednn_linear",
     "pytree",
     "rms_norm_eps",
     "set_mkldnn_enabled",

@@ -24,9 +24,10 @@ from clipless.app.bench.timing import Series
 from clipless.app.bench.ways import PLAIN, WAYS, Runner
 from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
-from clipless.gradients import kernels
+from clipless.gradients import kernels, matrix_products
 from clipless.gradients.checks.self_check import SelfCheck
-from clipless.native import LIBRARY, conv, gram, layer_norm, library, lstm, rows
+from clipless.gradients.forms import dense
+from clipless.native import LIBRARY, conv, gram, layer_norm, library, lstm, rows, turn
 from clipless.native import noise as native_noise
 from clipless.noise import adding, keys
 
@@ -44,8 +45,10 @@ SYMBOLS = {
     "add_products": {"clipless_add_products"},
     "ghost_norms": {"clipless_ghost_norms"},
     "lstm": {"clipless_lstm_step", "clipless_lstm_back"},
+    "onednn": {"clipless_turn"},
+    "turn": {"clipless_turn"},
 }
-USERS = (native_noise, rows, layer_norm, conv, gram, lstm)
+USERS = (native_noise, rows, layer_norm, conv, gram, lstm, turn)
 
 
 @contextmanager
@@ -71,6 +74,7 @@ def counted() -> Iterator[Counter[str]]:
         compiled.conv_rows.compiled,
         gram.compiled,
         compiled.compiled_lstm.compiled,
+        turn.compiled,
     ]
 
     def forget() -> None:
@@ -111,6 +115,13 @@ def test_the_switch_switches_this_function_off_and_no_other(
     if name == "ghost_norms":  # tiny models have few positions, and are written out
         monkeypatch.setattr(gram, "FEWEST", 2)
         monkeypatch.setattr(kernels, "_fastest", lambda methods, threads: methods[0][0])
+    if name in ("onednn", "turn"):  # on every processor, and however small
+        monkeypatch.setattr(matrix_products, "prefers_onednn", lambda _: True)
+        monkeypatch.setattr(matrix_products, "WORTH_IT", 0)
+        monkeypatch.setattr(dense, "MOST", 0)
+        monkeypatch.setattr(
+            kernels, "_fastest", lambda methods, _: "ghost" if "ghost" in dict(methods) else methods[0][0]
+        )
     with counted() as calls:
         running = runner(model)
         for _ in range(2):
@@ -136,10 +147,8 @@ def test_every_function_of_the_library_has_a_switch() -> None:
     sources = [path.read_text() for path in LIBRARY.parent.glob("*.py")]
     named = {word.strip('"f') for text in sources for word in text.replace("(", " ").replace(",", " ").split()}
     symbols = {word for word in named if word.startswith("clipless_")}
-    expected = set().union(*SYMBOLS.values()) - {"clipless_lstm_step", "clipless_lstm_back"}
-    # The self-check's, the digest of the sources, and a name made of parts.
-    others = {"clipless_normals", "clipless_sources", "clipless_lstm_{name}"}
-    assert symbols == expected | others
+    others = {"clipless_normals", "clipless_sources"}  # the self-check's, and the digest of the sources
+    assert symbols == set().union(*SYMBOLS.values()) | others
     assert SYMBOLS.keys() == SWITCHES.keys()
 
 

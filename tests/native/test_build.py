@@ -20,7 +20,7 @@ from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
 from clipless.gradients.recurrent.cells import CELLS, Weights
 from clipless.gradients.recurrent.recurrence import forward
-from clipless.native import LIBRARY, SOURCES, gram, library, rows
+from clipless.native import LIBRARY, SOURCES, gram, library, rows, turn
 from clipless.noise import adding, noise_source
 from compiling import build_hook, needs_compiler, needs_library
 
@@ -55,6 +55,7 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
             ("* (1.0f - keep)", "* (1.001f - keep)"),
             ("0.693359375f", "0.6934f"),
             ("out * seen;", "out * state;"),
+            ("more && k < 4 * width", "more && k < 3 * width"),
             ("= cell * keep", "= cell * in"),
         ],
     ),
@@ -90,6 +91,7 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
             ("% s->columns * s->right", "% s->columns"),
             ("padded + (group * s->channels + c) * height", "padded + group * s->channels * height"),
             ("made + (group * s->outputs * s->channels + c)", "made + (group * s->outputs * s->channels)"),
+            ("squared_length(made, s->groups * s->outputs", "squared_length(made, s->outputs"),
             ("b < (thread + 1) * s.records / threads", "b + 1 < (thread + 1) * s.records / threads"),
         ],
     ),
@@ -102,6 +104,14 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
             ("length += sqrt(x * y)", "length += x * y"),
             ("x > most_a || x != x ? x : most_a", "x"),
             ("a[(first + t) * position + k + c]", "a[(first + t) * width + k + c]"),
+        ],
+    ),
+    "turn.c": (
+        turn.compiled,
+        [
+            ("numbers[c] * weight", "numbers[c]"),
+            ("(column + c) * count + row", "(column + c) * count"),
+            ("c < wide; c++)\n                    block", "c + 1 < wide; c++)\n                    block"),
         ],
     ),
     "layer_norm.c": (
@@ -123,8 +133,8 @@ DONE_WITHOUT = set() if platform.machine() == "x86_64" else {"noise.c"}
 def copied(folder: Path, source: str) -> Path:
     """A folder with what this source needs to be compiled, for one kind of processor."""
     folder.mkdir()
-    for name in (source, "processors.h", "tile.h"):
-        shutil.copy(SOURCES / name, folder / name)
+    for file in (SOURCES / source, *SOURCES.glob("*.h")):
+        shutil.copy(file, folder / file.name)
     text = (folder / "processors.h").read_text()
     (folder / "processors.h").write_text(re.sub("(#define FOR_EACH_PROCESSOR).*", r"\1", text))
     return folder
@@ -164,13 +174,14 @@ def test_a_library_that_computes_anything_else_is_not_used(
     if source in DONE_WITHOUT:
         pytest.skip("it is not built here")
     load, changes = CHECKED[source]
-    text = (SOURCES / source).read_text()
+    texts = {file.name: file.read_text() for file in (SOURCES / source, *SOURCES.glob("*.h"))}
     if source == "noise.c":
         read_once("immintrin.h", tmp_path, monkeypatch)
     for number, (old, new) in enumerate([*changes, ("", "")]):
-        assert old in text
+        changed = next(name for name, text in texts.items() if old in text)
         folder, library = copied(tmp_path / str(number), source), tmp_path / f"{number}.so"
-        (folder / source).write_text(text.replace(old, new) if old else text)
+        if old:
+            (folder / changed).write_text(texts[changed].replace(old, new))
         assert build_hook().compile_all(folder, library) is None
         assert (load(library) is None) == bool(old), (old, new)
 

@@ -3,6 +3,7 @@
    For one record w[o,c,v,u] = Σ_{y,x} grad[o,y,x] · input[c, y·stride + v·dilation, x·stride + u·dilation]: the patches of
    some positions are laid out as rows in the cache and multiplied by the gradient, as many positions at a time as fit. */
 
+#include "lengths.h"
 #include "tile.h"
 
 /* So many numbers of patches are laid out at a time. */
@@ -52,13 +53,20 @@ INLINE void some_channels(const struct sizes *s, const float *restrict seen, con
     int64_t height = s->height + 2 * s->above, width = s->width + 2 * s->left, positions = s->rows * s->columns;
     int64_t columns = channels * s->tall * s->wide, stride = whole(columns), all = s->channels * s->tall * s->wide;
     int64_t most = PATCHES / stride > FEWEST ? PATCHES / stride : FEWEST;
+    int wide = has_wide_registers();
     for (int64_t first = 0; first < positions; first += most) {
         int64_t count = positions - first < most ? positions - first : most;
         for (int64_t t = 0; t < count; t++) {
             int64_t y = (first + t) / s->columns * s->down, x = (first + t) % s->columns * s->right;
             lay_out(s, seen + y * width + x, patches + t * stride, channels, height, width);
         }
-        for (int64_t k = 0; k < columns; k += LANES)
+        int64_t k = 0;
+        for (; wide && k + WIDE * LANES <= columns; k += WIDE * LANES)
+            for (int64_t o = 0; o < s->outputs; o += ROWS)
+                multiply_some(WIDE, grad + o * positions + first, positions, 1, patches + k, stride, count,
+                              out + o * all + k, all, WIDE * LANES, s->outputs - o < ROWS ? s->outputs - o : ROWS,
+                              first == 0);
+        for (; k < columns; k += LANES)
             for (int64_t o = 0; o < s->outputs; o += ROWS)
                 multiply(grad + o * positions + first, positions, 1, patches + k, stride, count,
                          out + o * all + k, all, columns - k < LANES ? columns - k : LANES,
@@ -67,8 +75,8 @@ INLINE void some_channels(const struct sizes *s, const float *restrict seen, con
 }
 
 FOR_EACH_PROCESSOR
-static void one_record(const struct sizes *s, const float *restrict input, const float *restrict grad, float *restrict made,
-                       float *restrict padded, float *restrict patches) {
+static double one_record(const struct sizes *s, const float *restrict input, const float *restrict grad,
+                         float *restrict made, float *restrict padded, float *restrict patches) {
     int64_t height = s->height + 2 * s->above, width = s->width + 2 * s->left, kernel = s->tall * s->wide;
     surround(s, input, padded, height, width);
     for (int64_t group = 0; group < s->groups; group++)
@@ -77,12 +85,13 @@ static void one_record(const struct sizes *s, const float *restrict input, const
                           grad + group * s->outputs * s->rows * s->columns,
                           made + (group * s->outputs * s->channels + c) * kernel, patches,
                           s->channels - c < LANES ? s->channels - c : LANES);
+    return squared_length(made, s->groups * s->outputs * s->channels * kernel);
 }
 
-/* made [records, outputs, channels, tall, wide] from input [records, channels, height, width] and grad [records, outputs,
+/* made [records, outputs, channels, tall, wide], and the squared length of each record, from input [records, channels, height, width] and grad [records, outputs,
    rows, columns]. Each thread has `room` numbers of the memory: for an input with its padding, then for patches. */
-void clipless_conv_rows(const float *input, const float *grad, float *made, const int64_t *numbers, float *memory,
-                        int64_t room, int64_t threads) {
+void clipless_conv_rows(const float *input, const float *grad, float *made, double *squares, const int64_t *numbers,
+                        float *memory, int64_t room, int64_t threads) {
     struct sizes s;
     memcpy(&s, numbers, sizeof s);
     int64_t seen = s.groups * s.channels * s.height * s.width, outputs = s.groups * s.outputs;
@@ -90,7 +99,7 @@ void clipless_conv_rows(const float *input, const float *grad, float *made, cons
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t thread = 0; thread < threads; thread++)
         for (int64_t b = thread * s.records / threads; b < (thread + 1) * s.records / threads; b++)
-            one_record(&s, input + b * seen, grad + b * outputs * s.rows * s.columns,
-                       made + b * outputs * s.channels * s.tall * s.wide, memory + thread * room,
-                       memory + thread * room + padded);
+            squares[b] = one_record(&s, input + b * seen, grad + b * outputs * s.rows * s.columns,
+                                    made + b * outputs * s.channels * s.tall * s.wide, memory + thread * room,
+                                    memory + thread * room + padded);
 }

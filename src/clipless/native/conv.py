@@ -23,21 +23,22 @@ class Geometry(NamedTuple):
     groups: int
 
 
-# Input [b,c,*s], gradient of the output [b,o,*t], the weight's shape [o,i,*k] and how it moves; to gradients [b,o,i,*k].
-ConvRows = Callable[[Tensor, Tensor, Sequence[int], Geometry], Tensor]
+# Input [b,c,*s], gradient of the output [b,o,*t], the weight's shape [o,i,*k] and how it moves; to gradients [b,o,i,*k] and
+# their squared norms [b], float64.
+ConvRows = Callable[[Tensor, Tensor, Sequence[int], Geometry], tuple[Tensor, Tensor]]
 
 
 def build(library: Path) -> ConvRows | None:
     """For float32 tensors in main memory, in one or two dimensions."""
-    run = function(library, "clipless_conv_rows", *[POINTER] * 5, *[COUNT] * 2)
+    run = function(library, "clipless_conv_rows", *[POINTER] * 6, *[COUNT] * 2)
     if run is None:
         return None
 
-    def rows(acts: Tensor, grads: Tensor, weight: Sequence[int], how: Geometry) -> Tensor:
+    def rows(acts: Tensor, grads: Tensor, weight: Sequence[int], how: Geometry) -> tuple[Tensor, Tensor]:
         outputs, channels, *kernel = weight
         _refuse_unfit(acts, grads, weight, how)
         acts, grads = acts.contiguous(), grads.contiguous()
-        made = torch.empty(len(acts), *weight)
+        made, squares = torch.empty(len(acts), *weight), torch.empty(len(acts), dtype=torch.float64)
         (height, width), (above, left), (tall, wide) = _two(acts.shape[2:], 1), _two(how.padding, 0), _two(kernel, 1)
         moves = (*_two(how.stride, 1), *_two(how.dilation, 1))
         seen = (len(acts), how.groups, channels, height, width, above, left, outputs // how.groups)
@@ -47,9 +48,9 @@ def build(library: Path) -> ConvRows | None:
         room = padded + max(PATCHES, FEWEST * stride) + 2 * RUN
         workers = max(1, min(len(acts), threads(made.nbytes * grads[0, 0].numel() if len(acts) else 0)))
         memory = torch.empty(workers * room)
-        places = [tensor.data_ptr() for tensor in (acts, grads, made)]
+        places = [tensor.data_ptr() for tensor in (acts, grads, made, squares)]
         run(*places, (COUNT * len(sizes))(*sizes), memory.data_ptr(), room, workers)
-        return made
+        return made, squares
 
     return rows
 

@@ -12,7 +12,7 @@ from clipless.native.rows import widest
 # As in the source: positions are taken so many at a time. With fewer than FEWEST a batched product of torch is faster.
 LANES, FEWEST = 16, 32
 
-# Inputs [b,t,i] and gradients [b,t,o], float32 in main memory with numbers side by side. To [b,4], float64: the squared norm
+# Inputs [b,t,i] and gradients [b,t,o], float32 in main memory. To [b,4], float64: the squared norm
 # of Σ_t g_tᵀ a_t, the sum over t of ‖a_t‖·‖g_t‖, and the largest ‖a_t‖² and ‖g_t‖².
 GhostNorms = Callable[[Tensor, Tensor], Tensor]
 
@@ -24,6 +24,7 @@ def build(library: Path) -> GhostNorms | None:
 
     def norms(acts: Tensor, grads: Tensor) -> Tensor:
         records, positions, inside = acts.shape
+        acts, grads = _side_by_side(acts), _side_by_side(grads)
         if grads.shape[:2] != (records, positions):
             raise ValueError(f"inputs {tuple(acts.shape)} and gradients {tuple(grads.shape)} have other positions.")
         places = (*acts.stride()[:2], inside, *grads.stride()[:2], grads.shape[2])
@@ -39,9 +40,12 @@ def build(library: Path) -> GhostNorms | None:
 
 def fit(acts: Tensor, grads: Tensor) -> bool:
     """Whether the compiled form takes these tensors, and is worth it."""
-    return acts.shape[1] >= FEWEST and all(
-        tensor.dtype is torch.float32 and tensor.is_cpu and tensor.stride(2) == 1 for tensor in (acts, grads)
-    )
+    return acts.shape[1] >= FEWEST and all(tensor.dtype is torch.float32 and tensor.is_cpu for tensor in (acts, grads))
+
+
+def _side_by_side(rows: Tensor) -> Tensor:
+    """The numbers of a row side by side."""
+    return rows if rows.stride(2) == 1 else rows.contiguous()
 
 
 def by_torch(acts: Tensor, grads: Tensor, gram_of_grads: Tensor | None = None) -> Tensor:
@@ -59,6 +63,8 @@ def _pairs(ours: GhostNorms) -> Iterator[tuple[Tensor, Tensor]]:
         acts = torch.linspace(-3, 3, records * positions * inside).mul_(17).sin_().view(records, positions, inside)
         grads = torch.linspace(-2, 2, records * positions * outside).cos_().view(positions, records, outside)
         yield ours(acts, grads.transpose(0, 1)), by_torch(acts, grads.transpose(0, 1))
+    turned = torch.linspace(-2, 2, 2 * 40 * 9).cos_().view(2, 9, 40).mT
+    yield ours(turned, turned), by_torch(turned, turned)
 
 
 compiled = checked(build, _pairs, rtol=1e-4, atol=1e-4)

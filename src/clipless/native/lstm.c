@@ -24,13 +24,16 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + decay(x)); }
 
 static inline float hyperbolic_tangent(float x) { return 2.0f / (1.0f + decay(2.0f * x)) - 1.0f; }
 
-/* From the gates' sums, overwritten by the gates, and the cell state c to the next states and tanh of the new c. */
+/* From the gates' sums, overwritten by the gates, and the cell state c to the next states and tanh of the new c. `more`, if
+   there is any, is first added to the sums. */
 FOR_EACH_PROCESSOR
-static void step_rows(float *gates, const float *restrict c, float *restrict new_c, float *restrict tanh_c,
+static void step_rows(float *gates, const float *restrict more, const float *restrict c, float *restrict new_c, float *restrict tanh_c,
                       float *restrict new_h, int64_t row, int64_t end, int64_t width) {
     for (; row < end; row++) {
         float *restrict write = gates + row * 4 * width, *restrict forget = write + width;
         float *restrict value = forget + width, *restrict show = value + width;
+        for (int64_t k = 0; more && k < 4 * width; k++)
+            write[k] += more[row * 4 * width + k];
         for (int64_t k = 0; k < width; k++) {
             int64_t at = row * width + k;
             float in = sigmoid(write[k]), keep = sigmoid(forget[k]), out = sigmoid(show[k]);
@@ -62,11 +65,11 @@ static void back_rows(float *gates, const float *restrict c, const float *restri
     }
 }
 
-void clipless_lstm_step(float *gates, const float *c, float *new_c, float *tanh_c, float *new_h, int64_t rows,
-                        int64_t width, int64_t threads) {
+void clipless_lstm_step(float *gates, const float *more, const float *c, float *new_c, float *tanh_c, float *new_h,
+                        int64_t rows, int64_t width, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t k = 0; k < threads; k++)
-        step_rows(gates, c, new_c, tanh_c, new_h, rows * k / threads, rows * (k + 1) / threads, width);
+        step_rows(gates, more, c, new_c, tanh_c, new_h, rows * k / threads, rows * (k + 1) / threads, width);
 }
 
 void clipless_lstm_back(float *gates, const float *c, const float *tanh_c, const float *of_h, float *of_c, int64_t rows,

@@ -10,25 +10,31 @@ from clipless.native.library import COUNT, POINTER, function, threads
 
 
 class Passes(NamedTuple):
-    """Both passes, in place, for float32 tensors without gaps in main memory: gates [b,4,o], all others [b,o]."""
+    """Both passes, in place, for float32 tensors without gaps in main memory: gates [b,4,o], all others [b,o]. What is still
+    to be added to the gates' sums may be given apart."""
 
-    step: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]  # gates, c, new c, tanh of new c, new h
+    step: Callable[
+        [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor], None
+    ]  # gates, apart, c, new c, its tanh, new h
     back: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]  # gates, c, tanh of new c, gradients of h and c
 
 
 def build(library: Path) -> Passes | None:
-    step, back = _pass(library, "step"), _pass(library, "back")
-    return None if step is None or back is None else Passes(step, back)
-
-
-def _pass(library: Path, name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None:
-    run = function(library, f"clipless_lstm_{name}", *[POINTER] * 5, *[COUNT] * 3)
-    if run is None:
+    run_step = function(library, "clipless_lstm_step", *[POINTER] * 6, *[COUNT] * 3)
+    run_back = function(library, "clipless_lstm_back", *[POINTER] * 5, *[COUNT] * 3)
+    if run_step is None or run_back is None:
         return None
 
-    def passes(gates: Tensor, c: Tensor, *others: Tensor) -> None:
-        tensors = (gates, c, *others)
-        assert all(tensor.is_contiguous() for tensor in tensors)
-        run(*[tensor.data_ptr() for tensor in tensors], *c.shape, threads(gates.nbytes))
+    def step(gates: Tensor, apart: Tensor | None, *states: Tensor) -> None:
+        assert all(tensor.is_contiguous() for tensor in (gates, *states))
+        assert apart is None or (apart.is_contiguous() and apart.shape == gates.shape)
+        more = 0 if apart is None else apart.data_ptr()
+        places = [tensor.data_ptr() for tensor in states]
+        run_step(gates.data_ptr(), more, *places, *states[0].shape, threads(gates.nbytes))
 
-    return passes
+    def back(gates: Tensor, *others: Tensor) -> None:
+        assert all(tensor.is_contiguous() for tensor in (gates, *others))
+        places = [tensor.data_ptr() for tensor in others]
+        run_back(gates.data_ptr(), *places, *others[0].shape, threads(gates.nbytes))
+
+    return Passes(step, back)

@@ -21,10 +21,12 @@ from clipless.app.bench.timing import Series, interleave
 from clipless.app.bench.ways import WAYS, InputsAndLabels, Runner
 from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
+from clipless.gradients import matrix_products
 from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
-from clipless.native import gram, rows
+from clipless.native import gram, rows, turn
 from clipless.noise import keys, source
+from clipless.processor import processor
 
 WORTH = 1.02
 WARM_UP = 3
@@ -40,11 +42,13 @@ _NOTHING = torch.empty(0)
 
 @dataclass(frozen=True)
 class Switch:
-    """A compiled function, the models that it can help most, and a block in which torch or numpy does its work."""
+    """A compiled function or another choice, the models that it can help most, and a block in which torch or numpy does its
+    work. Some are `used` on some processors only."""
 
     title: str
     models: tuple[str, ...]
     off: Callable[[], AbstractContextManager[Any]]
+    used: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,10 @@ def _rows_without(**changes: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+def _takes_onednn() -> bool:
+    return matrix_products.prefers_onednn(processor())
+
+
 SWITCHES: Mapping[str, Switch] = {
     "release": Switch("noise and its sum, `noise.c`", ("mlp", "encoder", "tabular"), _nothing(source)),
     "keystream": Switch("keys and Poisson batches, `noise.c`", (POISSON, "tabular"), _nothing(keys)),
@@ -115,6 +123,13 @@ SWITCHES: Mapping[str, Switch] = {
     ),
     "ghost_norms": Switch("norms from Gram matrices, `gram.c`", ("encoder", "decoder"), _nothing(gram)),
     "lstm": Switch("cells of LSTMs, `lstm.c`", ("lstm",), _nothing(compiled_lstm)),
+    "onednn": Switch(
+        "matrix products by oneDNN instead of MKL",
+        ("lstm", "mlp", "resnet18", "encoder"),
+        lambda: mock.patch.object(matrix_products, "by_onednn", return_value=None),
+        _takes_onednn,
+    ),
+    "turn": Switch("factors of these products, turned, `turn.c`", ("lstm", "mlp"), _nothing(turn), _takes_onednn),
 }
 
 

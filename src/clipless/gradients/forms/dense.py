@@ -13,6 +13,7 @@ from torch import Tensor
 
 from clipless.gradients.forms.cancellation import never_too_small
 from clipless.gradients.forms.form import Cost, Form, NoChoice
+from clipless.gradients.matrix_products import add_weighted, products
 from clipless.native import gram
 from clipless.native.rows import MOST, Product, Term, Weighted, add_products, add_rows, squared_lengths, squares, widest
 
@@ -26,6 +27,13 @@ class Instantiated(NoChoice):
     """Per-sample gradients written out, [b, *shape]."""
 
     grads: Tensor
+
+    @classmethod
+    def with_norms(cls, grads: Tensor, sq_norms: Tensor) -> "Instantiated":
+        """Whose squared norms [b] are known already."""
+        made = cls(grads)
+        made.sq_norms = sq_norms
+        return made
 
     def __len__(self) -> int:
         return self.grads.shape[0]
@@ -99,22 +107,10 @@ class OuterProducts:
         return never_too_small(squares, lengths, self.acts.dtype, self._exact, lost)
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
-        acts, grads = self.acts, self.grads
-        if acts.shape[2] < grads.shape[2]:
-            acts = scaled(acts, factors)
-        else:
-            grads = scaled(grads, factors)
-        if acts.shape[1] == 1:
-            torch.addmm(total, grads.squeeze(1).mT, acts.squeeze(1), beta=beta, out=total)
-            return
-        if grads.stride(0) < grads.stride(1):  # positions first in memory: this order needs no copy
-            acts, grads = acts.transpose(0, 1), grads.transpose(0, 1)
-        torch.addmm(total, grads.flatten(0, 1).mT, acts.flatten(0, 1), beta=beta, out=total)
+        add_weighted(total, self.grads, self.acts, factors, beta)
 
     def per_record(self) -> Tensor:
-        b, _, o = self.grads.shape
-        # With `out=` autocast leaves the product alone.
-        return torch.bmm(self.grads.mT, self.acts, out=self.acts.new_empty(b, o, self.acts.shape[2]))  # [b,o,i]
+        return products(self.grads.mT, self.acts)  # [b,o,i]
 
     def keep(self, mask: Tensor) -> "OuterProducts":
         return OuterProducts(kept(self.acts, mask), kept(self.grads, mask))

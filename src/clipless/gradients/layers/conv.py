@@ -149,7 +149,7 @@ class Correlation:
         if method == "grouped":
             return Instantiated(self.per_record())
         if method == "compiled" and (rows := self._compiled()) is not None:
-            return Instantiated(rows(self.acts, self.grads, self.module.weight.shape, self._geometry))
+            return Instantiated.with_norms(*rows(self.acts, self.grads, self.module.weight.shape, self._geometry))
         matrix = OuterProducts(self._patches(), self.grads.flatten(2).mT)
         _, channels, *kernel = self.module.weight.shape
         order = (0, len(kernel) + 1, *range(1, len(kernel) + 1))

@@ -19,7 +19,10 @@ def _pairs(ours: ConvRows) -> Iterator[tuple[Tensor, Tensor]]:
         (wave(2, 3, 40, 40), wave(2, 2, 36, 36), (2, 3, 3, 3), Geometry((0, 0), (1, 1), (2, 2), 1)),
         (wave(2, 5, 30), wave(2, 3, 30), (3, 5, 4), Geometry((3,), (1,), (2,), 1)),
     ):
-        yield ours(acts, grads, weight, how), by_torch(acts, grads, weight, how)
+        made, squares = ours(acts, grads, weight, how)
+        expected = by_torch(acts, grads, weight, how)
+        yield made, expected
+        yield squares, expected.double().flatten(1).square().sum(1)
 
 
 def wave(*shape: int) -> Tensor:

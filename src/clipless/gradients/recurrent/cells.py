@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from clipless.gradients.matrix_products import add_product
+
 Recurrent = nn.RNNBase | nn.RNNCellBase
 
 
@@ -84,7 +86,7 @@ class Cell:
 
 def _tanh_step(weights: Weights, at: TimeStep) -> None:
     """h' = tanh(W_ih x + b_ih + W_hh h + b_hh); on entry `gates` has all but W_hh h."""
-    torch.tanh(at.gates.addmm_(at.h, weights.hh.t()), out=at.new_h)
+    torch.tanh(add_product(at.gates, at.h, weights.hh.t()), out=at.new_h)
 
 
 def _tanh_back(at: TimeStep, grads_at: StepGradients) -> None:
@@ -93,7 +95,7 @@ def _tanh_back(at: TimeStep, grads_at: StepGradients) -> None:
 
 def _relu_step(weights: Weights, at: TimeStep) -> None:
     """h' = max(0, W_ih x + b_ih + W_hh h + b_hh)."""
-    torch.clamp(at.gates.addmm_(at.h, weights.hh.t()), min=0, out=at.new_h)
+    torch.clamp(add_product(at.gates, at.h, weights.hh.t()), min=0, out=at.new_h)
 
 
 def _relu_back(at: TimeStep, grads_at: StepGradients) -> None:
@@ -108,7 +110,7 @@ def _lstm_step(weights: Weights, at: TimeStep) -> None:
     assert at.c is not None
     assert at.new_c is not None
     assert at.extra is not None
-    at.gates.addmm_(at.h, weights.hh.t()).sigmoid_()
+    add_product(at.gates, at.h, weights.hh.t()).sigmoid_()
     write, forget, half, show = at.gates.chunk(4, 1)
     torch.mul(forget, at.c, out=at.new_c).addcmul_(write, half, value=2).sub_(write)
     torch.tanh(at.new_c, out=at.extra)
@@ -140,7 +142,7 @@ def _gru_step(weights: Weights, at: TimeStep) -> None:
     assert at.extra is not None
     reset, update, value = at.gates.chunk(3, 1)
     split = 2 * reset.shape[1]
-    at.gates[:, :split].addmm_(at.h, weights.hh[:split].t()).sigmoid_()
+    add_product(at.gates[:, :split], at.h, weights.hh[:split].t()).sigmoid_()
     if weights.bias_hh is None:
         torch.mm(at.h, weights.hh[split:].t(), out=at.extra)
     else:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipless.gradients.matrix_products import add_product, product
 from clipless.gradients.recurrent.cells import Cell, StepGradients, TimeStep, Weights
 from clipless.gradients.recurrent.compiled_lstm import suited
 
@@ -145,7 +146,7 @@ def back(
         grads_at[:0] = found
         grad = None
         if number or to_input:
-            of_x = [layer_grads.gates @ trace.weights.ih for layer_grads, trace in zip(found, pair, strict=True)]
+            of_x = [_times(layer_grads.gates, trace.weights.ih) for layer_grads, trace in zip(found, pair, strict=True)]
             grad = of_x[0] if directions == 1 else of_x[0].add_(of_x[1])
             grad = grad if pair[0].kept is None else grad * pair[0].kept
     states = zip(*(layer_grads.state for layer_grads in grads_at), strict=True) if to_state else ()
@@ -157,7 +158,7 @@ def _forward(cell: Cell, weights: Weights, x: Tensor, start: HiddenState, sizes:
     cell = suited(cell, x)
     prepared, rows = cell.prepared(weights), x.flatten(0, 1)
     bias = cell.input_bias(prepared)
-    gates = rows @ prepared.ih.t() if bias is None else torch.addmm(bias, rows, prepared.ih.t())
+    gates = product(rows, prepared.ih.t(), bias)
     width = start[-1].shape[1]  # o
     trace = Trace(
         cell,
@@ -208,11 +209,16 @@ def _back(trace: Trace, grad: Tensor | None, final: HiddenState, sizes: list[int
         shown = h if weights.hr is None else h @ weights.hr
         cell.back(time_steps[position], StepGradients(of_gates, shown, c[0] if c else None))
         if to_state or position != trace.order[0]:
-            h.addmm_(of_gates, weights.hh, beta=int(cell.carries))
+            add_product(h, of_gates, weights.hh, beta=int(cell.carries))
         for buffer in (gates, hidden_gates, projected):
             if buffer is not None and n < b:
                 buffer[position, n:] = 0
     return LayerGradients(gates, hidden_gates, projected, state)
+
+
+def _times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Rows [t,b,n] times a matrix."""
+    return product(rows.flatten(0, 1), matrix).view(*rows.shape[:2], -1)
 
 
 def _first(n: int, part: Any) -> Any:

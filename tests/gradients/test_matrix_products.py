@@ -1,0 +1,180 @@
+"""Matrix products by either of torch's libraries, against float64: however the factors lie in memory, in every form."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import clipless
+from clipless import oracle
+from clipless.gradients import matrix_products as products
+from clipless.native import turn
+from clipless.processor import AMD, Processor, processor_of
+
+PREFERS = products.prefers_onednn  # which the tests replace
+SIZES = st.sampled_from([1, 3, 16, 40, 65])
+
+
+@pytest.fixture(params=["onednn", "onednn, nothing compiled", "mkl"], autouse=True, scope="module")
+def library(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test here with each, whatever this processor takes, and for the smallest products too."""
+    if request.param != "mkl" and products.by_onednn() is None:
+        pytest.skip("this torch has no products by oneDNN")
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(products, "prefers_onednn", lambda _: request.param != "mkl")
+        patch.setattr(products, "WORTH_IT", 0)
+        if request.param == "onednn, nothing compiled":
+            patch.setattr(turn, "compiled", lambda: None)
+        yield request.param
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def laid_out(tensor: Tensor, way: int) -> Tensor:
+    """The same numbers side by side, turned, or with gaps."""
+    if way == 0:
+        return tensor
+    if way == 1:
+        return tensor.mT.contiguous().mT
+    return torch.cat([tensor, tensor + 1], -1)[..., : tensor.shape[-1]]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+WAYS = st.integers(0, 2)
+
+
+@given(SIZES, SIZES, SIZES, WAYS, WAYS)
+def test_a_product(m: int, k: int, n: int, left_way: int, right_way: int) -> None:
+    left, right, bias = laid_out(numbers(m, k), left_way), laid_out(numbers(k, n, seed=1), right_way), numbers(n)
+    exact = left.double() @ right.double()
+    close(products.product(left, right), exact)
+    close(products.product(left, right, bias), exact + bias.double())
+    total = numbers(m, n, seed=2)
+    before = total.double()
+    assert products.add_product(total, left, right) is total
+    close(total, before + exact)
+    forgotten = torch.full((m, n), torch.nan)
+    close(products.add_product(forgotten, left, right, beta=0), exact)
+
+
+def test_a_product_is_added_or_left(library: str) -> None:
+    total, left, right = numbers(5, 6), numbers(5, 7, seed=1), numbers(7, 6, seed=2)
+    expected = total.double() + left.double() @ right.double()
+    apart = products.add_or_leave(total, left, right)
+    assert (apart is None) == (library == "mkl")
+    close(total if apart is None else total + apart, expected)
+
+
+@given(st.integers(0, 5), SIZES, SIZES, SIZES, WAYS, st.booleans(), st.integers(0, 1))
+def test_a_weighted_sum_of_outer_products(
+    b: int, t: int, inside: int, outside: int, way: int, positions_first: bool, beta: int
+) -> None:
+    acts, grads, factors = numbers(b, t, inside), laid_out(numbers(b, t, outside, seed=1), way), numbers(b, seed=2)
+    if positions_first:
+        acts, grads = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (acts, grads))
+    total = numbers(outside, inside, seed=3)
+    expected = torch.einsum("b,bto,bti->oi", factors.double(), grads.double(), acts.double()) + beta * total.double()
+    if not beta:
+        total.fill_(torch.nan)
+    products.add_weighted(total, grads, acts, factors, beta)
+    close(total, expected)
+
+
+@given(st.integers(0, 4), SIZES, SIZES, SIZES, WAYS)
+def test_a_product_for_every_record(b: int, m: int, k: int, n: int, way: int) -> None:
+    left, right = laid_out(numbers(b, m, k), way), numbers(b, k, n, seed=1)
+    close(products.products(left, right), left.double() @ right.double())
+
+
+@given(SIZES, SIZES, st.booleans())
+def test_rows_are_turned_with_their_weights(count: int, width: int, gaps: bool) -> None:
+    rows, weights = laid_out(numbers(count, width), 2 * gaps), numbers(count, seed=1)
+    found = turn.turned(rows, weights)
+    assert found.is_contiguous()
+    assert torch.equal(found, (rows * weights[:, None]).mT)
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    fast = turn.compiled()
+    if fast is not None:
+        with pytest.raises(ValueError, match="4 rows have"):
+            fast(numbers(4, 3), numbers(3))
+
+
+def test_other_types_are_left_to_torch() -> None:
+    left, right = numbers(3, 4).double(), numbers(4, 5).double()
+    assert torch.equal(products.product(left, right), left @ right)
+    half = numbers(3, 4).bfloat16()
+    assert products.product(half, half.mT.contiguous()).dtype is torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Linear(6, 9), (4, 6)),
+        (nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)), (4, 7, 6)),
+        (nn.Conv2d(3, 5, 3), (4, 3, 9, 9)),
+        (nn.LSTM(6, 5, 2, batch_first=True, bidirectional=True), (4, 7, 6)),
+        (nn.GRU(6, 5), (7, 4, 6)),
+        (nn.RNN(6, 5, batch_first=True), (4, 7, 6)),
+        (nn.LSTM(6, 5, proj_size=3, batch_first=True), (4, 7, 6)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+@pytest.mark.parametrize("memory_cap", [0, None])
+def test_clipped_sums_are_those_of_single_records(
+    module: nn.Module, shape: tuple[int, ...], memory_cap: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By every method: without room for gradients written out, and with it."""
+    monkeypatch.setattr("clipless.gradients.kernels.MEMORY_CAP", 2**28 if memory_cap is None else memory_cap)
+    records = 1 if isinstance(module, nn.GRU) else 0
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        found = model(x.transpose(0, records))
+        output = found[0] if isinstance(found, tuple) else found
+        return output.transpose(0, records).flatten(1).square().sum(1)
+
+    batch = numbers(*shape).transpose(0, records)
+    with torch.enable_grad():
+        fast = clipless.clipped_sum(module, losses, batch)
+        slow = oracle.clipped_sum(module, losses, batch)
+    for name, gradient in slow.grads.items():
+        torch.testing.assert_close(fast.grads[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+def test_autocast_leaves_weighted_sums_alone() -> None:
+    acts, grads, total = numbers(3, 4, 5), numbers(3, 4, 6, seed=1), torch.zeros(6, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        products.add_weighted(total, grads, acts, torch.ones(3), 0)
+        written = products.products(grads.mT, acts)
+    assert written.dtype is torch.float32
+    close(total, torch.einsum("bto,bti->oi", grads.double(), acts.double()))
+    close(written, grads.mT.double() @ acts.double())
+
+
+def test_which_processors_take_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    PREFERS.cache_clear()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    assert PREFERS(Processor(AMD, 26, 2))
+    assert not any(map(PREFERS, (Processor(AMD, 25, 17), Processor("GenuineIntel", 6, 207), None)))
+    PREFERS.cache_clear()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")  # as a user may have limited it
+    assert not PREFERS(Processor(AMD, 26, 2))
+    PREFERS.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "processor : 0\nCPU part : 0xd40\n", "vendor_id : X\ncpu family : six\nmodel : 1\n"]
+)
+def test_a_processor_that_is_not_told_is_none(text: str) -> None:
+    assert processor_of(text) is None
