@@ -47,7 +47,7 @@ def apply(sabotage: Sabotage, sources: Path) -> None:
     file.write_text(file.read_text(encoding="utf-8").replace(sabotage.old, sabotage.new), encoding="utf-8")
     for stale in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
         stale.unlink()
-    if file.suffix == ".c":
+    if file.suffix in (".c", ".h"):
         sys.path.insert(0, str(ROOT))
         from hatch_build import compile_all
 

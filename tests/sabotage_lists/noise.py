@@ -241,8 +241,8 @@ SABOTAGES = (
     Sabotage(
         "last-row-of-a-threaded-lstm",
         "native/lstm.c",
-        "step_rows(gates, c, new_c, tanh_c, new_h, rows * k / threads, rows * (k + 1) / threads, width);",
-        "step_rows(gates, c, new_c, tanh_c, new_h, rows * k / threads, rows * (k + 1) / threads - (k > 0), width);",
+        "step_rows(gates, more, c, new_c, tanh_c, new_h, rows * k / threads, rows * (k + 1) / threads, width);",
+        "step_rows(gates, more, c, new_c, tanh_c, new_h, rows * k / threads, rows * (k + 1) / threads - (k > 0), width);",
         ("tests/native/test_compiled_lstm.py::test_every_row_is_computed_however_many_threads_there_are",),
     ),
     Sabotage(
@@ -254,14 +254,14 @@ SABOTAGES = (
     ),
     Sabotage(
         "compiled-lengths-lose-small-squares",
-        "native/rows.c",
+        "native/lengths.h",
         "if (total >= width * UNDERFLOW && total <= FLT_MAX)",
         "if (total <= FLT_MAX)",
         ("tests/native/test_rows.py::test_lengths_of_tiny_and_of_huge_numbers_lose_nothing",),
     ),
     Sabotage(
         "compiled-lengths-added-up-in-float",
-        "native/rows.c",
+        "native/lengths.h",
         "#define SQUARES 1024",
         "#define SQUARES 1073741824",
         ("tests/gradients/forms/test_numbers.py::test_the_norm_of_ten_million_numbers",),
