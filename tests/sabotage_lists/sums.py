@@ -187,10 +187,10 @@ SABOTAGES = (
     ),
     Sabotage(
         "wrong-form-is-scaled",
-        DENSE,
-        "        else:\n            grads = scaled(grads, factors)\n",
-        "        else:\n            grads = scaled(grads, factors.flip(0))\n",
-        (f"{ENGINE}::test_engine_agrees_with_oracle",),
+        "gradients/matrix_products.py",
+        "            grads = grads * weights.unsqueeze(2)\n",
+        "            grads = grads * weights.unsqueeze(2).flip(0)\n",
+        ("tests/gradients/test_matrix_products.py::test_a_weighted_sum_of_outer_products",),
     ),
     Sabotage(
         "bias-missing-from-the-norm",
@@ -279,7 +279,7 @@ SABOTAGES = (
     Sabotage(
         "recurrent-gradient-stops-after-one-step",
         "gradients/recurrent/recurrence.py",
-        "h.addmm_(of_gates, weights.hh, beta=int(cell.carries))",
+        "add_product(h, of_gates, weights.hh, beta=int(cell.carries))",
         "h.zero_()",
         ("tests/gradients/recurrent/test_recurrent.py::test_engine_agrees_with_oracle",),
     ),
