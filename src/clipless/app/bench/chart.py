@@ -7,7 +7,7 @@ from typing import Any
 from clipless.app.bench.results import BenchResult
 from clipless.app.bench.store import suffix
 from clipless.app.bench.ways import OPACUS
-from clipless.app.charts import save
+from clipless.app.charts import figure, save
 
 SUFFIXES = (".svg", ".png")
 
@@ -28,12 +28,11 @@ def draw(result: BenchResult, folder: Path) -> list[Path]:
 
 def _bars(result: BenchResult) -> Any:
     """For each model a bar per way; with Opacus, whose bars may be long, the axis is logarithmic."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
     ways, models = result.ways(), list(result.models)
-    figure = Figure(figsize=(4 + len(models), 4), layout="constrained")
-    axes = figure.subplots()
+    made, (axes,) = figure()
+    made.set_size_inches(4 + len(models), 4)
     thickness = 0.8 / max(1, len(ways))
     for number, way in enumerate(ways):
         found = result.ratios(way)
@@ -49,17 +48,13 @@ def _bars(result: BenchResult) -> Any:
     axes.set_xticks(range(len(models)), models)
     axes.set(ylabel="time over plain training", title="One training step, ratio of minima")
     axes.margins(y=0.15)
-    figure.legend(loc="outside lower center", fontsize=7, ncols=6)
-    return figure
+    made.legend(loc="outside lower center", fontsize=7, ncols=6)
+    return made
 
 
 def _lines(result: BenchResult) -> Any:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4 * len(result.scaling), 3.6), layout="constrained")
-    for axes, curve in zip(
-        figure.subplots(1, len(result.scaling), squeeze=False)[0], result.scaling.values(), strict=True
-    ):
+    made, all_axes = figure(len(result.scaling))
+    for axes, curve in zip(all_axes, result.scaling.values(), strict=True):
         axes.plot(curve.sizes, curve.plain_ms, "o-", label=f"plain, slope {curve.plain_slope:.2f}")
         axes.plot(curve.sizes, curve.private_ms, "o-", label=f"auto-s, slope {curve.private_slope:.2f}")
         axes.set(xscale="log", yscale="log", xlabel=curve.title, ylabel="ms per step")
@@ -67,7 +62,7 @@ def _lines(result: BenchResult) -> Any:
         axes.minorticks_off()
         axes.xaxis.label.set_size(7)
         axes.legend(fontsize=7)
-    return figure
+    return made
 
 
 def _short(size: int) -> str:

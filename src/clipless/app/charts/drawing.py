@@ -16,6 +16,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "osD^vPX"
 SUFFIXES = (".svg", ".png", ".pdf")
 WIDTH, HEIGHT = 6.0, 4.0
+MOST_COLUMNS = 3
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,19 @@ class Chart:
         return replace(self, lines=tuple(kept))
 
 
-def figure(columns: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
-    """A figure with this many charts side by side, in each of its rows, and their axes, row by row."""
+def figure(number: int = 1) -> tuple[Any, list[Any]]:
+    """A figure with this many charts, at most three side by side so that they are legible on a laptop, and their axes."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingLibrary("drawing needs matplotlib: pip install 'clipless[figures]'.") from None
+    rows = math.ceil(number / MOST_COLUMNS)
+    columns = math.ceil(number / rows)
     made = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")
-    return made, list(made.subplots(rows, columns, squeeze=False).flat)
+    axes = list(made.subplots(rows, columns, squeeze=False).flat)
+    for beyond in axes[number:]:
+        beyond.remove()
+    return made, axes[:number]
 
 
 def lines(axes: Any, chart: Chart) -> None:

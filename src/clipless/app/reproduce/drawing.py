@@ -1,6 +1,5 @@
 """What the figures of `clipless reproduce` share: axes, curves, and a figure with the sentence that goes with it."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,6 @@ import numpy.typing as npt
 
 from clipless.app.charts.drawing import COLOURS, figure
 
-MOST_COLUMNS = 3
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)))
 
 
@@ -24,14 +22,11 @@ class Drawing:
 
 
 def panels(number: int) -> tuple[Any, list[Any]]:
-    """A figure with this many panels, at most three side by side, so that it is legible on a laptop."""
-    rows = math.ceil(number / MOST_COLUMNS)
-    columns = math.ceil(number / rows)
-    made, axes = figure(columns, rows)
+    """A figure with this many panels, smaller ones where there are several side by side."""
+    made, axes = figure(number)
+    rows, columns = axes[0].get_gridspec().get_geometry()
     made.set_size_inches({1: 6.0, 2: 10.5}.get(columns, 4.5 * columns), 4.0 * rows)
-    for beyond in axes[number:]:
-        beyond.remove()
-    return made, axes[:number]
+    return made, axes
 
 
 def curve(axes: Any, number: int, x: npt.ArrayLike, y: npt.ArrayLike, label: str = "", **style: Any) -> None:
