@@ -172,8 +172,7 @@ def test_gains_come_back_and_the_best_model_is_in_the_table(tmp_path: Path) -> N
 def test_the_page_shows_what_is_stored_of_every_function() -> None:
     table = compiled.table(found := compiled.stored(ROOT / "benchmarks" / "results"))
     assert f"{compiled.START}\n{table}{compiled.END}" in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    for _, gains in found:
-        assert {gain.function for gain in gains} == SWITCHES.keys()
+    assert {gain.function for _, gains in found for gain in gains} == SWITCHES.keys()  # some on some processors only
 
 
 def test_short_steps_are_repeated_and_long_ones_are_not() -> None:
