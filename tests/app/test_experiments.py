@@ -307,6 +307,22 @@ def test_a_row_that_has_the_setting_of_the_axis_by_itself_is_a_point() -> None:
     assert axes.get_xticks().tolist() == [1.0, 2.0, 4.0]
 
 
+@pytest.mark.parametrize(
+    ("scores", "shown", "half"), [((90.0, 92.0), [90.0, 92.0], 0.0), ((90.0, 91.0, 92.0), None, 2.484)]
+)
+def test_curves_of_two_seeds_show_both_and_of_three_the_interval(
+    scores: tuple[float, ...], shown: list[float] | None, half: float
+) -> None:
+    line = TableLine("A", {"epsilon": 1.0}, "accuracy", scores, None, {}, None, None, {})
+    (axes,) = PICTURES["curves"](parse("curves", CURVES), [line], []).axes
+    runs = [
+        list(each.get_ydata()) for each in axes.get_lines() if each.get_marker() == "_" and len(each.get_ydata()) > 1
+    ]
+    assert runs == ([] if shown is None else [shown])
+    (bar,) = axes.collections[0].get_segments()
+    assert bar[:, 1] == pytest.approx([91 - half, 91 + half], abs=1e-3)
+
+
 def test_a_row_of_the_readme_has_its_points_side_by_side() -> None:
     def line(point: dict[str, Any], epsilon: float | None, published: float | None) -> TableLine:
         paper = None if published is None else Published("A", published, None, {})

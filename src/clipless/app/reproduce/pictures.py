@@ -17,6 +17,8 @@ INCHES_A_LINE = 0.42
 CHARACTERS = 70
 LEGEND_WIDTH = 72  # characters
 NOTE = {"fontsize": 7, "color": "0.35"}
+# Of fewer seeds curves show every run: the interval of two is six times as long as they are apart.
+FEWEST_SEEDS = 3
 # A bin of a reliability diagram with fewer test records is not shown.
 FEW = 20
 
@@ -66,8 +68,8 @@ def _point(axes: Any, line: int, values: Sequence[float], label: str | None = No
 
 
 def curves(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
-    """The metric against a setting of the grid, one curve with error bars for every row and combination of the other
-    settings; the paper's dotted. A row that has the setting by itself is a point."""
+    """The metric against a setting of the grid, one curve with error bars, or with the runs if they are few, for every row
+    and combination of the other settings; the paper's dotted. A row that has the setting by itself is a point."""
     key = experiment.figure["x"]
     figure, (axes,) = panels(1)
     fixed = {row.name: row.settings[key] for row in experiment.rows if key in row.settings}
@@ -82,7 +84,10 @@ def curves(experiment: Configuration, found: Sequence[TableLine], records: Seque
         marker = MARKERS[(colour + again) % len(MARKERS)]  # another one where colours begin again
         style = {"color": COLOURS[colour], "marker": marker, "markersize": 4}
         x = [place(line) for line in own]
-        half = [line.interval or 0.0 for line in own]
+        half = [(line.interval or 0.0) * (len(line.scores) >= FEWEST_SEEDS) for line in own]
+        for at, line in zip(x, own, strict=True):
+            if 1 < len(line.scores) < FEWEST_SEEDS:
+                axes.plot([at] * len(line.scores), line.scores, "_", color=COLOURS[colour], alpha=0.6)
         axes.errorbar(x, [line.mean for line in own], yerr=half, label=row, linewidth=1.5, capsize=3, **style)
         theirs = [(place(line), line.published.value) for line in own if line.published]
         if theirs:
