@@ -5,11 +5,16 @@ import math
 import multiprocessing
 import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -258,6 +263,34 @@ def test_a_killed_worker_changes_nothing_but_the_time(breaking: Path) -> None:
     assert disturbed.result.scores == undisturbed.result.scores
     before, after = undisturbed.result.model.state_dict(), disturbed.result.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_workers_end_when_what_started_them_is_killed(tmp_path: Path) -> None:
+    """They would wait for their next run for ever."""
+    script = f"""
+        import os, signal
+        from pathlib import Path
+        from clipless.app.tuning.pools import Processes
+        if __name__ == "__main__":
+            pool = Processes(1)
+            Path({str(tmp_path / "worker")!r}).write_text(str(pool.submit(os.getpid).result()))
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    file = tmp_path / "killed.py"
+    file.write_text(dedent(script))
+    assert subprocess.run([sys.executable, file], timeout=120, capture_output=True).returncode == -signal.SIGKILL
+    worker, end = int((tmp_path / "worker").read_text()), time.monotonic() + 60
+    while _lives(worker) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _lives(worker)
+
+
+def _lives(process: int) -> bool:
+    """Whether a process is there and has not ended; a zombie has."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.usefixtures("breaking")

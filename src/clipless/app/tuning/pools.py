@@ -5,6 +5,7 @@ import multiprocessing.context
 import multiprocessing.process
 import os
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor
 from typing import Any, Protocol
@@ -132,7 +133,16 @@ class Processes:
 
 def _begin_worker(threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process, which ends this one
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed ends nobody: its workers would wait for their next run for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _distributed() -> Any:
