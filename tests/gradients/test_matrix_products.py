@@ -11,7 +11,9 @@ from torch import Tensor, nn
 import clipless
 from clipless import oracle
 from clipless.gradients import matrix_products as products
+from clipless.gradients.layers import conv_rows
 from clipless.native import turn
+from clipless.native.conv import Geometry
 from clipless.processor import AMD, Processor, processor_of
 
 PREFERS = products.prefers_onednn  # which the tests replace
@@ -159,6 +161,28 @@ def test_autocast_leaves_weighted_sums_alone() -> None:
     assert written.dtype is torch.float32
     close(total, torch.einsum("bto,bti->oi", grads.double(), acts.double()))
     close(written, grads.mT.double() @ acts.double())
+
+
+def test_what_torch_makes_by_default_changes_nothing() -> None:
+    """Types and autocast that are set before the first product, or between two."""
+    rows, weights, acts, grads = numbers(40, 9), numbers(40, seed=1), numbers(2, 3, 9, 9), numbers(2, 4, 7, 7, seed=1)
+    expected = turn.turned(rows, weights)
+    fast, how = conv_rows.compiled(), Geometry((0, 0), (1, 1), (1, 1), 1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(turn.turned(rows, weights), expected)
+        assert turn.turned(rows, weights).dtype is torch.float32
+        if fast is not None:
+            made, _ = fast(acts, grads, (4, 3, 3, 3), how)
+            assert made.dtype is torch.float32
+            torch.testing.assert_close(made, conv_rows.by_torch(acts, grads, (4, 3, 3, 3), how), rtol=1e-4, atol=1e-4)
+        known = products.by_onednn() is not None
+        products.by_onednn.cache_clear()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert (products.by_onednn() is not None) == known
+    finally:
+        torch.set_default_dtype(torch.float32)
+        products.by_onednn.cache_clear()
 
 
 def test_which_processors_take_onednn(monkeypatch: pytest.MonkeyPatch) -> None:

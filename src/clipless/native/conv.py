@@ -38,7 +38,7 @@ def build(library: Path) -> ConvRows | None:
         outputs, channels, *kernel = weight
         _refuse_unfit(acts, grads, weight, how)
         acts, grads = acts.contiguous(), grads.contiguous()
-        made, squares = torch.empty(len(acts), *weight), torch.empty(len(acts), dtype=torch.float64)
+        made, squares = acts.new_empty(len(acts), *weight), torch.empty(len(acts), dtype=torch.float64)
         (height, width), (above, left), (tall, wide) = _two(acts.shape[2:], 1), _two(how.padding, 0), _two(kernel, 1)
         moves = (*_two(how.stride, 1), *_two(how.dilation, 1))
         seen = (len(acts), how.groups, channels, height, width, above, left, outputs // how.groups)
@@ -47,7 +47,7 @@ def build(library: Path) -> ConvRows | None:
         padded = how.groups * channels * (height + 2 * above) * (width + 2 * left)
         room = padded + max(PATCHES, FEWEST * stride) + 2 * RUN
         workers = max(1, min(len(acts), threads(made.nbytes * grads[0, 0].numel() if len(acts) else 0)))
-        memory = torch.empty(workers * room)
+        memory = acts.new_empty(workers * room)
         places = [tensor.data_ptr() for tensor in (acts, grads, made, squares)]
         run(*places, (COUNT * len(sizes))(*sizes), memory.data_ptr(), room, workers)
         return made, squares

@@ -4,7 +4,6 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from clipless.native.library import COUNT, POINTER, function, threads
@@ -23,7 +22,7 @@ def build(library: Path) -> Sums | None:
         return None
 
     def sums(x: Tensor, grad: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
-        scale, shift = torch.empty(2, x.shape[0], x.shape[2]).unbind()
+        scale, shift = x.new_empty(2, x.shape[0], x.shape[2]).unbind()
         places = (tensor.data_ptr() for tensor in (x, grad, scale, shift))
         run(*places, *x.shape, eps, centred, threads(2 * x.nbytes))
         return scale, shift

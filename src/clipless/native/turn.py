@@ -37,7 +37,7 @@ def build(library: Path) -> TurnRows | None:
         count, width = rows.shape
         if weights.shape != (count,):
             raise ValueError(f"{count} rows have {tuple(weights.shape)} weights.")
-        made = torch.empty(width, count)
+        made = rows.new_empty(width, count)
         run(rows.data_ptr(), weights.data_ptr(), made.data_ptr(), count, width, threads(2 * rows.nbytes))
         return made
 

@@ -5,12 +5,12 @@ import platform
 import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from clipless.noise.adding import compiled
+from clipless.processor import cpuinfo, processor_of
 
 # From the flags that Linux reports to the names of what the fastest kernels are written for, narrow to wide.
 EXTENSIONS = {
@@ -31,8 +31,8 @@ LIMITS = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", 
 def facts() -> dict[str, Any]:
     return {
         "cpu": cpu(),
-        "cpu_model": cpu_model(_cpuinfo()),
-        "vector_extensions": vector_extensions(_cpuinfo()),
+        "cpu_model": cpu_model(cpuinfo()),
+        "vector_extensions": vector_extensions(cpuinfo()),
         "vector_limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -85,39 +85,30 @@ def widest(machine: Mapping[str, Any]) -> list[str]:
     return [name for name in CLASSES if name in found][-1:]
 
 
-def vector_extensions(cpuinfo: str) -> list[str]:
+def vector_extensions(report: str) -> list[str]:
     """
     >>> vector_extensions("model name : x\\nflags : fpu avx2 avx512f amx_tile\\n")
     ['AVX2', 'AVX-512', 'AMX']
     """
-    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    lines = (line.partition(":") for line in report.splitlines())
     flags = next((value.split() for name, _, value in lines if name.strip() in ("flags", "Features")), [])
     return [name for flag, name in EXTENSIONS.items() if flag in flags]
 
 
 def cpu() -> str:
     """The name of the processor, as reported by the system."""
-    names = [line.partition(":")[2].strip() for line in _cpuinfo().splitlines() if line.startswith("model name")]
+    names = [line.partition(":")[2].strip() for line in cpuinfo().splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def cpu_model(cpuinfo: str) -> str | None:
+def cpu_model(report: str) -> str | None:
     """Which processor of the maker's it is, where the system reports it: virtual machines give all of them one name.
 
-    >>> cpu_model("model name : AMD EPYC\\ncpu family : 26\\nmodel : 2\\n")
+    >>> cpu_model("vendor_id : AuthenticAMD\\ncpu family : 26\\nmodel : 2\\n")
     'family 26 model 2'
     """
-    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in cpuinfo.splitlines())}
-    numbers = found.get("cpu family"), found.get("model")
-    return f"family {numbers[0]} model {numbers[1]}" if all(numbers) else None
-
-
-def _cpuinfo() -> str:
-    """What Linux reports about its processors; nothing elsewhere."""
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    found = processor_of(report)
+    return None if found is None else f"family {found.family} model {found.model}"
 
 
 def load_average() -> float | None:
