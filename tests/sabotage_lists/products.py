@@ -58,8 +58,22 @@ SABOTAGES = (
     Sabotage(
         "lengths-of-convolutions-without-groups",
         "native/conv.c",
-        "squared_length(made, s->groups * s->outputs",
-        "squared_length(made, s->outputs",
+        "squared_length(made, s->groups * weights",
+        "squared_length(made, weights",
+        ("tests/native/test_build.py::test_every_source_is_checked_before_it_is_used",),
+    ),
+    Sabotage(
+        "last-positions-of-convolutions-alone",
+        "native/conv.c",
+        "*sum = top || x ? *sum + sums[row][place] : sums[row][place];",
+        "*sum = sums[row][place];",
+        ("tests/native/test_build.py::test_every_source_is_checked_before_it_is_used",),
+    ),
+    Sabotage(
+        "both-sides-of-gram-matrices-once",
+        "native/gram.c",
+        "ahead >= ROWS ? 2",
+        "ahead >= ROWS ? 1",
         ("tests/native/test_build.py::test_every_source_is_checked_before_it_is_used",),
     ),
     Sabotage(

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from clipless.native.library import COUNT, POINTER, function, threads
 
-# As in the source: how many numbers of patches are laid out at a time, for how many channels, and past the end of which
-# memory is touched.
-PATCHES, FEWEST, LANES, RUN = 24576, 8, 16, 8
+# As in the source: how many numbers of patches are laid out at a time, for how many channels and outputs, and how far past
+# the end memory is touched.
+PATCHES, FEWEST, LANES, ROWS, RUN = 24576, 8, 16, 8, 8
 
 
 class Geometry(NamedTuple):
@@ -30,7 +30,7 @@ ConvRows = Callable[[Tensor, Tensor, Sequence[int], Geometry], tuple[Tensor, Ten
 
 def build(library: Path) -> ConvRows | None:
     """For float32 tensors in main memory, in one or two dimensions."""
-    run = function(library, "clipless_conv_rows", *[POINTER] * 6, *[COUNT] * 2)
+    run = function(library, "clipless_conv_rows", *[POINTER] * 6, *[COUNT] * 3)
     if run is None:
         return None
 
@@ -42,17 +42,37 @@ def build(library: Path) -> ConvRows | None:
         (height, width), (above, left), (tall, wide) = _two(acts.shape[2:], 1), _two(how.padding, 0), _two(kernel, 1)
         moves = (*_two(how.stride, 1), *_two(how.dilation, 1))
         seen = (len(acts), how.groups, channels, height, width, above, left, outputs // how.groups)
-        sizes = (*seen, *_two(grads.shape[2:], 1), tall, wide, *moves)
-        stride = -(-min(channels, LANES) * tall * wide // LANES) * LANES
-        padded = how.groups * channels * (height + 2 * above) * (width + 2 * left)
-        room = padded + max(PATCHES, FEWEST * stride) + 2 * RUN
+        innermost = puts_channels_innermost(channels)
+        sizes = (*seen, *_two(grads.shape[2:], 1), tall, wide, *moves, innermost)
+        stride = whole(min(channels, LANES) * tall * wide, LANES)
+        padded = (height + 2 * above) * (width + 2 * left) * (whole(channels, LANES) if innermost else how.groups * channels)
+        padded += RUN
+        room = padded + (ROWS * tall * wide * LANES if innermost else max(PATCHES, FEWEST * stride)) + RUN
         workers = max(1, min(len(acts), threads(made.nbytes * grads[0, 0].numel() if len(acts) else 0)))
         memory = acts.new_empty(workers * room)
         places = [tensor.data_ptr() for tensor in (acts, grads, made, squares)]
-        run(*places, (COUNT * len(sizes))(*sizes), memory.data_ptr(), room, workers)
+        run(*places, (COUNT * len(sizes))(*sizes), memory.data_ptr(), padded, room, workers)
         return made, squares
 
     return rows
+
+
+def puts_channels_innermost(channels: int) -> bool:
+    """Whether LANES channels are computed side by side: at most a quarter of the lanes may be without one.
+
+    >>> [count for count in range(50) if puts_channels_innermost(count)]
+    [12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 29, 30, 31, 32, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
+    """
+    return 0 < 3 * whole(channels, LANES) <= 4 * channels
+
+
+def whole(count: int, step: int) -> int:
+    """The next multiple of `step`.
+
+    >>> whole(33, 16)
+    48
+    """
+    return -(-count // step) * step
 
 
 def _refuse_unfit(acts: Tensor, grads: Tensor, weight: Sequence[int], how: Geometry) -> None:

@@ -3,6 +3,7 @@
    Both Gram matrices are symmetric: one half of their tiles is made, multiplied and added up, and none is kept. */
 
 #include "tile.h"
+#include "turned.h"
 
 /* So many products are added up in one go, and these in the tile, so that rounding errors stay small. */
 #define RUN 256
@@ -15,16 +16,10 @@ struct matrix {
 /* a [positions,width] as [room/LANES,width,LANES], with zeros beyond the positions. */
 INLINE void transpose(const float *restrict a, int64_t position, int64_t positions, int64_t width, float *restrict made,
                       int64_t room) {
-    for (int64_t first = 0; first < room; first += LANES)
-        for (int64_t k = 0; k < width; k += LANES) {
-            float block[LANES][LANES] = {{0}};
-            int64_t rows = positions - first < LANES ? positions - first : LANES, columns = width - k < LANES ? width - k : LANES;
-            for (int64_t t = 0; t < rows; t++)
-                for (int64_t c = 0; c < columns; c++)
-                    block[c][t] = a[(first + t) * position + k + c];
-            for (int64_t c = 0; c < columns; c++)
-                memcpy(made + first * width + (k + c) * LANES, block[c], sizeof block[c]);
-        }
+    if (positions < room)
+        memset(made + (room - LANES) * width, 0, LANES * width * sizeof *made);
+    for (int64_t t = 0; t < positions; t += QUAD)
+        turn_rows(a + t * position, position, positions - t, width, made + t / LANES * LANES * width + t % LANES, LANES);
 }
 
 /* tile [ROWS,LANES] of a·aᵀ. */
@@ -33,6 +28,20 @@ INLINE void products(const float *restrict a, int64_t position, int64_t width, c
     for (int64_t k = 0; k < width; k += RUN)
         multiply(a + row * position + k, position, 1, across + column * width + k * LANES, LANES,
                  width - k < RUN ? width - k : RUN, tile, LANES, LANES, count, k == 0);
+}
+
+/* Σ x·y over a tile, in which number `lane` of row k lies `ahead + lane - k` beyond the diagonal: doubled beyond it, for what
+   lies on the other side, where it is left out. */
+INLINE double both_sides(const float *restrict x, const float *restrict y, int64_t ahead, int count) {
+    double sums[LANES] = {0}, sum = 0;
+    for (int k = 0; k < count; k++)
+        for (int lane = 0; lane < LANES; lane++) {
+            double both = ahead >= ROWS ? 2 : (ahead + lane > k) + (ahead + lane >= k);
+            sums[lane] += both * x[k * LANES + lane] * y[k * LANES + lane];
+        }
+    for (int lane = 0; lane < LANES; lane++)
+        sum += sums[lane];
+    return sum;
 }
 
 /* found: the squared norm, the sum of the positions' lengths, and the largest ‖a_t‖² and ‖g_t‖². */
@@ -50,19 +59,13 @@ static void one_record(const float *restrict a, const float *restrict g, const s
         for (int64_t column = row / LANES * LANES; column < room; column += LANES) {
             products(a, left->position, left->width, across, row, column, count, tile_a);
             products(g, right->position, right->width, along, row, column, count, tile_g);
-            for (int k = 0; k < count; k++)
-                for (int lane = 0; lane < LANES; lane++) {
-                    double x = tile_a[k * LANES + lane], y = tile_g[k * LANES + lane];
-                    int64_t ahead = column + lane - row - k;
-                    square += ahead > 0 ? 2 * x * y : ahead == 0 ? x * y : 0;
-                }
-            for (int k = 0; k < count; k++)
-                if (row + k >= column && row + k < column + LANES) {
-                    double x = tile_a[k * LANES + row + k - column], y = tile_g[k * LANES + row + k - column];
-                    length += sqrt(x * y);
-                    most_a = x > most_a || x != x ? x : most_a;
-                    most_g = y > most_g || y != y ? y : most_g;
-                }
+            square += both_sides(tile_a, tile_g, column - row, count);
+            for (int k = 0; column <= row && k < count; k++) {
+                double x = tile_a[k * LANES + row + k - column], y = tile_g[k * LANES + row + k - column];
+                length += sqrt(x * y);
+                most_a = x > most_a || x != x ? x : most_a;
+                most_g = y > most_g || y != y ? y : most_g;
+            }
         }
     }
     found[0] = square, found[1] = length, found[2] = most_a, found[3] = most_g;

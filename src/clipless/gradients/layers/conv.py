@@ -22,15 +22,13 @@ from clipless.gradients.forms import (
 )
 from clipless.gradients.layers import conv_rows
 from clipless.gradients.layers.rule import Use, register
-from clipless.native.conv import ConvRows, Geometry
+from clipless.native.conv import LANES, ROWS, ConvRows, Geometry, puts_channels_innermost, whole
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 # For the cost model: how often a grouped convolution moves its result, and the cost of each of its groups, in calls.
 GROUPED_MOVES = 6
 GROUPED_CALL = 4
-# The compiled method works on so many outputs, and numbers of a patch, at a time. It lays patches out in the cache, where
-# they move faster than through memory.
-ROWS, LANES = 8, 16
+# The compiled method lays patches out in the cache, where they move faster than through memory.
 IN_CACHE = 1 / 3
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
@@ -135,10 +133,12 @@ class Correlation:
         methods = {"grouped": Cost(flops, GROUPED_MOVES * weights, calls=GROUPED_CALL * b, held=weights)}
         patches = float(size * b * t * i)
         if self._compiled() is not None:
-            groups = self.module.groups
-            padded = groups * _whole(o // groups, ROWS) * _whole(i, LANES)
-            moved = 3 * weights + IN_CACHE * groups * patches
-            methods["compiled"] = Cost(2.0 * b * t * padded, moved, calls=4, held=weights)
+            groups, channels = self.module.groups, self.module.weight.shape[1]
+            innermost = puts_channels_innermost(channels)
+            columns = whole(channels, LANES) * (i // channels) if innermost else whole(i, LANES)
+            moved = 3 * weights + (0.0 if innermost else IN_CACHE * groups * patches)
+            operations = 2.0 * b * t * groups * whole(o // groups, ROWS) * columns
+            methods["compiled"] = Cost(operations, moved, calls=4, held=weights)
         if self.module.groups == 1:
             for method, cost in product_methods(b, t, i, o, size).items():
                 held = cost.held + (patches if method == "ghost" else 0)
@@ -186,8 +186,3 @@ class Correlation:
             grads, acts, weight, None, stride, self.padding, dilation, False, [0] * rank, groups, mask
         )
         return gradient
-
-
-def _whole(count: int, step: int) -> int:
-    """The next multiple of `step`."""
-    return -(-count // step) * step
