@@ -1,12 +1,14 @@
 /* Ghost norms: for one record with inputs a [t,i] and gradients g [t,o], ‖Σ_t g_tᵀ a_t‖² = Σ_{s,t} ⟨a_s,a_t⟩·⟨g_s,g_t⟩.
 
-   Both Gram matrices are symmetric: one half of their tiles is made, multiplied and added up, and none is kept. */
+   Both Gram matrices are symmetric: one half of their tiles is made, some rows at a time, multiplied and added up. */
 
 #include "tile.h"
 #include "turned.h"
 
 /* So many products are added up in one go, and these in the tile, so that rounding errors stay small. */
 #define RUN 256
+/* So many rows of both matrices are kept at a time. */
+#define STRIP 128
 
 struct matrix {
     const float *numbers;
@@ -22,12 +24,18 @@ INLINE void transpose(const float *restrict a, int64_t position, int64_t positio
         turn_rows(a + t * position, position, positions - t, width, made + t / LANES * LANES * width + t % LANES, LANES);
 }
 
-/* tile [ROWS,LANES] of a·aᵀ. */
-INLINE void products(const float *restrict a, int64_t position, int64_t width, const float *restrict across,
-                     int64_t row, int64_t column, int count, float *restrict tile) {
-    for (int64_t k = 0; k < width; k += RUN)
-        multiply(a + row * position + k, position, 1, across + column * width + k * LANES, LANES,
-                 width - k < RUN ? width - k : RUN, tile, LANES, LANES, count, k == 0);
+/* The first `rows` rows of a·aᵀ from the diagonal on, as tiles [rows/ROWS,room/LANES,ROWS,LANES]; `across` is room for
+   [room,RUN]. */
+INLINE void strip_of_products(const float *restrict a, const struct matrix *of, int64_t rows, int64_t positions,
+                              float *restrict across, int64_t room, float *restrict tiles) {
+    for (int64_t k = 0; k < of->width; k += RUN) {
+        int64_t run = of->width - k < RUN ? of->width - k : RUN;
+        transpose(a + k, of->position, positions, run, across, room);
+        for (int64_t row = 0; row < rows; row += ROWS)
+            for (int64_t column = row / LANES * LANES; column < room; column += LANES)
+                multiply(a + row * of->position + k, of->position, 1, across + column * run, LANES, run,
+                         tiles + row * room + column * ROWS, LANES, LANES, rows - row < ROWS ? rows - row : ROWS, k == 0);
+    }
 }
 
 /* Σ x·y over a tile, in which number `lane` of row k lies `ahead + lane - k` beyond the diagonal: doubled beyond it, for what
@@ -48,20 +56,21 @@ INLINE double both_sides(const float *restrict x, const float *restrict y, int64
 FOR_EACH_PROCESSOR
 static void one_record(const float *restrict a, const float *restrict g, const struct matrix *left, const struct matrix *right,
                        int64_t positions, double *restrict found, float *restrict memory) {
-    int64_t room = (positions + LANES - 1) / LANES * LANES;
-    float *across = memory, *along = memory + left->width * room;
-    float tile_a[ROWS * LANES], tile_g[ROWS * LANES];
     double square = 0, length = 0, most_a = 0, most_g = 0;
-    transpose(a, left->position, positions, left->width, across, room);
-    transpose(g, right->position, positions, right->width, along, room);
-    for (int64_t row = 0; row < positions; row += ROWS) {
-        int count = positions - row < ROWS ? positions - row : ROWS;
-        for (int64_t column = row / LANES * LANES; column < room; column += LANES) {
-            products(a, left->position, left->width, across, row, column, count, tile_a);
-            products(g, right->position, right->width, along, row, column, count, tile_g);
-            square += both_sides(tile_a, tile_g, column - row, count);
-            for (int k = 0; column <= row && k < count; k++) {
-                double x = tile_a[k * LANES + row + k - column], y = tile_g[k * LANES + row + k - column];
+    for (int64_t first = 0; first < positions; first += STRIP) {
+        int64_t beyond = positions - first, rows = beyond < STRIP ? beyond : STRIP;
+        int64_t room = (beyond + LANES - 1) / LANES * LANES;
+        float *tiles_a = memory, *tiles_g = memory + STRIP * room, *across = memory + 2 * STRIP * room;
+        strip_of_products(a + first * left->position, left, rows, beyond, across, room, tiles_a);
+        strip_of_products(g + first * right->position, right, rows, beyond, across, room, tiles_g);
+        for (int64_t row = 0; row < rows; row += ROWS) {
+            int count = rows - row < ROWS ? rows - row : ROWS;
+            for (int64_t column = row / LANES * LANES; column < room; column += LANES)
+                square += both_sides(tiles_a + row * room + column * ROWS, tiles_g + row * room + column * ROWS, column - row,
+                                     count);
+            for (int64_t k = row; k < row + count; k++) {
+                int64_t diagonal = row * room + k / LANES * LANES * ROWS + (k - row) * LANES + k % LANES;
+                double x = tiles_a[diagonal], y = tiles_g[diagonal];
                 length += sqrt(x * y);
                 most_a = x > most_a || x != x ? x : most_a;
                 most_g = y > most_g || y != y ? y : most_g;

@@ -9,8 +9,10 @@ from torch import Tensor
 from clipless.native.library import COUNT, POINTER, checked, function, threads
 from clipless.native.rows import widest
 
-# As in the source: positions are taken so many at a time. With fewer than FEWEST a batched product of torch is faster.
-LANES, FEWEST = 16, 32
+# As in the source: how many positions, features and rows are taken at a time.
+LANES, RUN, STRIP = 16, 256, 128
+# With fewer positions a batched product of torch is faster.
+FEWEST = 32
 
 # Inputs [b,t,i] and gradients [b,t,o], float32 in main memory. To [b,4], float64: the squared norm
 # of Σ_t g_tᵀ a_t, the sum over t of ‖a_t‖·‖g_t‖, and the largest ‖a_t‖² and ‖g_t‖².
@@ -28,7 +30,7 @@ def build(library: Path) -> GhostNorms | None:
         if grads.shape[:2] != (records, positions):
             raise ValueError(f"inputs {tuple(acts.shape)} and gradients {tuple(grads.shape)} have other positions.")
         places = (*acts.stride()[:2], inside, *grads.stride()[:2], grads.shape[2])
-        share = -(-positions // LANES) * LANES * (inside + grads.shape[2])
+        share = -(-positions // LANES) * LANES * (2 * STRIP + RUN)
         workers = max(1, min(records, threads(positions * (acts.nbytes + grads.nbytes))))
         found, memory = torch.empty(records, 4, dtype=torch.float64), torch.empty(workers * share)
         sizes = (COUNT * 8)(records, positions, *places)
@@ -58,9 +60,9 @@ def by_torch(acts: Tensor, grads: Tensor, gram_of_grads: Tensor | None = None) -
 
 
 def _pairs(ours: GhostNorms) -> Iterator[tuple[Tensor, Tensor]]:
-    """For sizes that fill no tile, and more features than are added up in one go; records or positions first in memory."""
-    for records, positions, inside, outside in ((3, 37, 5, 300), (1, 64, 17, 1), (5, 16, 40, 33)):
-        acts = torch.linspace(-3, 3, records * positions * inside).mul_(17).sin_().view(records, positions, inside)
+    """For sizes that fill no tile, more features and rows than are taken at a time; records or positions first in memory."""
+    for records, positions, inside, outside in ((3, 37, 5, 300), (1, 64, 17, 1), (5, 16, 40, 33), (1, 270, 20, 3)):
+        acts = torch.linspace(-3, 3, records * positions * inside).mul_(17).sin_().add_(1).view(records, positions, inside)
         grads = torch.linspace(-2, 2, records * positions * outside).cos_().view(positions, records, outside)
         yield ours(acts, grads.transpose(0, 1)), by_torch(acts, grads.transpose(0, 1))
     turned = torch.linspace(-2, 2, 2 * 40 * 9).cos_().view(2, 9, 40).mT
