@@ -11,7 +11,7 @@ from clipless.native.conv import ConvRows, Geometry, build
 
 
 def _pairs(ours: ConvRows) -> Iterator[tuple[Tensor, Tensor]]:
-    """For sizes that fill no block, more positions than are taken at a time, every kind of move, and few channels and many."""
+    """For sizes that fill no block, more positions than are taken at a time, every kind of move, few channels and many."""
     for acts, grads, weight, how in (
         (wave(3, 1, 28, 28), wave(3, 9, 13, 13), (9, 1, 8, 8), Geometry((2, 2), (2, 2), (1, 1), 1)),
         (wave(2, 6, 9, 11), wave(2, 10, 4, 11), (10, 3, 3, 2), Geometry((0, 1), (2, 1), (1, 2), 2)),
