@@ -45,7 +45,9 @@ def build(library: Path) -> ConvRows | None:
         innermost = puts_channels_innermost(channels)
         sizes = (*seen, *_two(grads.shape[2:], 1), tall, wide, *moves, innermost)
         stride = whole(min(channels, LANES) * tall * wide, LANES)
-        padded = (height + 2 * above) * (width + 2 * left) * (whole(channels, LANES) if innermost else how.groups * channels)
+        padded = (
+            (height + 2 * above) * (width + 2 * left) * (whole(channels, LANES) if innermost else how.groups * channels)
+        )
         padded += RUN
         room = padded + (ROWS * tall * wide * LANES if innermost else max(PATCHES, FEWEST * stride)) + RUN
         workers = max(1, min(len(acts), threads(made.nbytes * grads[0, 0].numel() if len(acts) else 0)))

@@ -62,7 +62,9 @@ def by_torch(acts: Tensor, grads: Tensor, gram_of_grads: Tensor | None = None) -
 def _pairs(ours: GhostNorms) -> Iterator[tuple[Tensor, Tensor]]:
     """For sizes that fill no tile, more features and rows than are taken at a time; records or positions first in memory."""
     for records, positions, inside, outside in ((3, 37, 5, 300), (1, 64, 17, 1), (5, 16, 40, 33), (1, 270, 20, 3)):
-        acts = torch.linspace(-3, 3, records * positions * inside).mul_(17).sin_().add_(1).view(records, positions, inside)
+        acts = (
+            torch.linspace(-3, 3, records * positions * inside).mul_(17).sin_().add_(1).view(records, positions, inside)
+        )
         grads = torch.linspace(-2, 2, records * positions * outside).cos_().view(positions, records, outside)
         yield ours(acts, grads.transpose(0, 1)), by_torch(acts, grads.transpose(0, 1))
     turned = torch.linspace(-2, 2, 2 * 40 * 9).cos_().view(2, 9, 40).mT
