@@ -44,7 +44,7 @@ SYMBOLS = {
     "conv_rows": {"clipless_conv_rows"},
     "add_products": {"clipless_add_products"},
     "ghost_norms": {"clipless_ghost_norms"},
-    "lstm": {"clipless_lstm_step", "clipless_lstm_back"},
+    "lstm": {"clipless_lstm_forward", "clipless_lstm_back"},
     "onednn": {"clipless_turn"},
     "turn": {"clipless_turn"},
 }

@@ -67,14 +67,6 @@ def test_a_product(m: int, k: int, n: int, left_way: int, right_way: int) -> Non
     close(products.add_product(forgotten, left, right, beta=0), exact)
 
 
-def test_a_product_is_added_or_left(library: str) -> None:
-    total, left, right = numbers(5, 6), numbers(5, 7, seed=1), numbers(7, 6, seed=2)
-    expected = total.double() + left.double() @ right.double()
-    apart = products.add_or_leave(total, left, right)
-    assert (apart is None) == (library == "mkl")
-    close(total if apart is None else total + apart, expected)
-
-
 @given(st.integers(0, 5), SIZES, SIZES, SIZES, WAYS, st.booleans(), st.integers(0, 1))
 def test_a_weighted_sum_of_outer_products(
     b: int, t: int, inside: int, outside: int, way: int, positions_first: bool, beta: int

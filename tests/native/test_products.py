@@ -1,6 +1,7 @@
 """Sums of outer products and their ghost norms: compiled and by torch, against float64."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -66,16 +67,47 @@ def test_other_types_and_tensors_with_gaps_are_torchs() -> None:
     torch.testing.assert_close(gaps, numbers(5, 3).mT @ numbers(4, 5).mT, rtol=1e-5, atol=1e-5)
 
 
-@given(st.integers(1, 3), st.integers(32, 70), SIZES, st.sampled_from([1, 33, 300]), st.booleans())
-def test_ghost_norms(records: int, positions: int, inside: int, outside: int, first: bool) -> None:
-    acts = numbers(records, positions, inside)
+@given(st.integers(1, 3), st.integers(1, 70), SIZES, st.sampled_from([1, 33, 300]), st.booleans(), st.booleans())
+def test_ghost_norms(records: int, positions: int, inside: int, outside: int, first: bool, twins: bool) -> None:
     grads = numbers(positions, records, outside).transpose(0, 1) if first else numbers(records, positions, outside)
-    exact = (grads.double().mT @ acts.double()).square().sum((1, 2))
-    lengths = (acts.double().norm(dim=2) * grads.double().norm(dim=2)).sum(1)
-    squares, found, lost = OuterProducts(acts, grads).ghost
-    torch.testing.assert_close(squares, exact, rtol=1e-4, atol=1e-5 * float(lengths.max()) ** 2)
-    torch.testing.assert_close(found, lengths, rtol=1e-5, atol=0)
-    assert not lost.any()
+    twin = OuterProducts(numbers(records, positions, 7).add_(1), grads) if twins else None
+    form = OuterProducts(numbers(records, positions, inside), grads, twin)
+    for each in [form] if twin is None else [form, twin]:
+        acts = each.acts.double()
+        exact = (grads.double().mT @ acts).square().sum((1, 2))
+        lengths = (acts.norm(dim=2) * grads.double().norm(dim=2)).sum(1)
+        squares, found, lost = each.ghost
+        torch.testing.assert_close(squares, exact, rtol=1e-4, atol=1e-5 * float(lengths.max()) ** 2)
+        torch.testing.assert_close(found, lengths, rtol=1e-5, atol=1e-6)
+        assert not lost.any()
+
+
+@pytest.mark.parametrize("positions", [5, 40])
+def test_norms_of_twins_are_computed_once(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, or each alone if the twin's came first: the same numbers."""
+    calls = []
+    for name in ("by_torch", "compiled"):
+        plain = getattr(gram, name)
+        fast = plain if name == "by_torch" else plain()
+        if fast is None:
+            continue
+
+        def counted(inputs: list[Tensor], grads: Tensor, run: Callable[..., Tensor] = fast) -> Tensor:
+            calls.append(len(inputs))
+            return run(inputs, grads)
+
+        monkeypatch.setattr(gram, name, counted if name == "by_torch" else lambda found=counted: found)
+    acts, other, grads = numbers(3, positions, 4), numbers(3, positions, 6), numbers(3, positions, 5)
+    alone = [OuterProducts(rows, grads).ghost for rows in (acts, other)]
+    for order in (1, -1):
+        twin = OuterProducts(acts, grads)
+        forms = [twin, OuterProducts(other, grads, twin)]
+        calls.clear()
+        for form in forms[::order]:
+            assert form.ghost is not None
+        assert calls == ([1, 1] if order == 1 else [2])
+        for form, expected in zip(forms, alone, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(form.ghost, expected, strict=True))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e25])
@@ -98,5 +130,6 @@ def test_positions_that_cancel_are_computed_exactly() -> None:
 def test_sizes_that_do_not_fit_together_are_refused() -> None:
     norms = gram.build(LIBRARY)
     assert norms is not None
-    with pytest.raises(ValueError, match="other positions"):
-        norms(numbers(2, 40, 3), numbers(2, 41, 3))
+    for others in ([numbers(2, 40, 3)], [numbers(2, 41, 3), numbers(1, 41, 3)]):
+        with pytest.raises(ValueError, match="do not fit"):
+            norms(others, numbers(2, 41, 3))

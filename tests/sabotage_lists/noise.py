@@ -241,16 +241,23 @@ SABOTAGES = (
     Sabotage(
         "last-row-of-a-threaded-lstm",
         "native/lstm.c",
-        "step_rows(gates, more, c, new_c, tanh_c, new_h, rows * k / threads, rows * (k + 1) / threads, width);",
-        "step_rows(gates, more, c, new_c, tanh_c, new_h, rows * k / threads, rows * (k + 1) / threads - (k > 0), width);",
+        "return first < records ? first : records;",
+        "return first < records ? first : records - (threads > 1);",
         ("tests/native/test_compiled_lstm.py::test_every_row_is_computed_however_many_threads_there_are",),
     ),
     Sabotage(
-        "last-row-of-a-threaded-lstm-going-back",
+        "records-of-an-lstm-beyond-a-group",
         "native/lstm.c",
-        "back_rows(gates, c, tanh_c, of_h, of_c, rows * k / threads, rows * (k + 1) / threads, width);",
-        "back_rows(gates, c, tanh_c, of_h, of_c, rows * k / threads, rows * (k + 1) / threads - (k > 0), width);",
+        "row < end; row += GROUP)\n            forward(",
+        "row < end; row += 2 * GROUP)\n            forward(",
         ("tests/native/test_compiled_lstm.py::test_every_row_is_computed_however_many_threads_there_are",),
+    ),
+    Sabotage(
+        "records-of-an-lstm-share-a-tile",
+        "native/sums.h",
+        "rows[row] = left + (row < count ? row : 0) * step;",
+        "rows[row] = left;",
+        ("tests/native/test_compiled_lstm.py::test_it_does_what_torch_does",),
     ),
     Sabotage(
         "compiled-lengths-lose-small-squares",

@@ -49,13 +49,6 @@ SABOTAGES = (
         (f"{TESTS}::test_a_product",),
     ),
     Sabotage(
-        "gates-without-what-is-apart",
-        "native/lstm.c",
-        "for (int64_t k = 0; more && k < 4 * width; k++)",
-        "for (int64_t k = 0; 0 && k < 4 * width; k++)",
-        ("tests/native/test_build.py::test_every_source_is_checked_before_it_is_used",),
-    ),
-    Sabotage(
         "lengths-of-convolutions-without-groups",
         "native/conv.c",
         "squared_length(made, s->groups * weights",
@@ -65,8 +58,8 @@ SABOTAGES = (
     Sabotage(
         "last-positions-of-convolutions-alone",
         "native/conv.c",
-        "*sum = top || x ? *sum + sums[row][place] : sums[row][place];",
-        "*sum = sums[row][place];",
+        "int first = !top && !x;",
+        "int first = 1;",
         ("tests/native/test_build.py::test_every_source_is_checked_before_it_is_used",),
     ),
     Sabotage(
@@ -79,8 +72,29 @@ SABOTAGES = (
     Sabotage(
         "wide-tiles-skip-terms",
         "native/conv.c",
-        "k + WIDE * LANES <= columns; k += WIDE * LANES)",
-        "k + WIDE * LANES <= columns; k += 2 * WIDE * LANES)",
+        "k < columns; k += PANEL)",
+        "k < columns; k += 2 * PANEL)",
+        ("tests/native/test_build.py::test_every_source_is_checked_before_it_is_used",),
+    ),
+    Sabotage(
+        "narrow-tiles-skip-rows",
+        "native/tile.h",
+        "row < count; row += ROWS / 2)",
+        "row < ROWS / 2; row += ROWS / 2)",
+        ("tests/native/test_build.py::test_products_are_the_same_in_registers_of_every_width",),
+    ),
+    Sabotage(
+        "twins-take-each-others-norms",
+        "gradients/forms/dense.py",
+        "zip(both[1:], each[1:], strict=True)",
+        "zip(both[1:], each[:1], strict=True)",
+        ("tests/native/test_products.py::test_ghost_norms",),
+    ),
+    Sabotage(
+        "an-ended-record-of-a-compiled-lstm-adds-something",
+        "native/lstm.c",
+        "(rows - n) * 4 * l->width * sizeof *sums",
+        "0 * sizeof *sums",
         ("tests/native/test_build.py::test_every_source_is_checked_before_it_is_used",),
     ),
 )

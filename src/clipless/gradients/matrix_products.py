@@ -41,15 +41,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, beta: int = 1) -> Te
     return total.add_(made) if beta else total.copy_(made)
 
 
-def add_or_leave(total: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
-    """total += left @ right, in place; or the product itself, if it has memory of its own and is still to be added."""
-    linear = _linear(left, right, left.numel() * right.shape[1])
-    if linear is not None:
-        return linear(left, right.mT, None)
-    total.addmm_(left, right)
-    return None
-
-
 def add_weighted(total: Tensor, grads: Tensor, acts: Tensor, factors: Tensor, beta: int) -> None:
     """total [o,i] = beta · total + Σ_b,t factors[b] · grads[b,t]ᵀ acts[b,t], in place, for [b,t,o], [b,t,i] and [b]."""
     weights = factors.to(grads.dtype).unsqueeze(1)

@@ -4,6 +4,6 @@ It is built with the package where there is a C compiler (see hatch_build.py), a
 same in numpy or torch, and takes the compiled form only through `checked`.
 """
 
-from clipless.native.library import LIBRARY, SOURCES, WORTH_A_THREAD, checked, threads
+from clipless.native.library import LIBRARY, SOURCES, WORTH_A_THREAD, checked, threads, wave
 
-__all__ = ["LIBRARY", "SOURCES", "WORTH_A_THREAD", "checked", "threads"]
+__all__ = ["LIBRARY", "SOURCES", "WORTH_A_THREAD", "checked", "threads", "wave"]

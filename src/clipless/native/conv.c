@@ -60,24 +60,16 @@ INLINE void some_channels(const struct sizes *s, const float *restrict seen, con
     int64_t height = s->height + 2 * s->above, width = s->width + 2 * s->left, positions = s->rows * s->columns;
     int64_t columns = channels * s->tall * s->wide, stride = whole(columns), all = s->channels * s->tall * s->wide;
     int64_t most = PATCHES / stride > FEWEST ? PATCHES / stride : FEWEST;
-    int wide = has_wide_registers();
     for (int64_t first = 0; first < positions; first += most) {
         int64_t count = positions - first < most ? positions - first : most;
         for (int64_t t = 0; t < count; t++) {
             int64_t y = (first + t) / s->columns * s->down, x = (first + t) % s->columns * s->right;
             lay_out(s, seen + y * width + x, patches + t * stride, channels, height, width);
         }
-        int64_t k = 0;
-        for (; wide && k + WIDE * LANES <= columns; k += WIDE * LANES)
+        for (int64_t k = 0; k < columns; k += PANEL)
             for (int64_t o = 0; o < s->outputs; o += ROWS)
-                multiply_some(WIDE, grad + o * positions + first, positions, 1, patches + k, stride, count,
-                              out + o * all + k, all, WIDE * LANES, s->outputs - o < ROWS ? s->outputs - o : ROWS,
-                              first == 0);
-        for (; k < columns; k += LANES)
-            for (int64_t o = 0; o < s->outputs; o += ROWS)
-                multiply(grad + o * positions + first, positions, 1, patches + k, stride, count,
-                         out + o * all + k, all, columns - k < LANES ? columns - k : LANES,
-                         s->outputs - o < ROWS ? s->outputs - o : ROWS, first == 0);
+                multiply(grad + o * positions + first, positions, 1, patches + k, stride, count, out + o * all + k, all,
+                         columns - k, s->outputs - o < ROWS ? s->outputs - o : ROWS, first == 0);
     }
 }
 
@@ -103,35 +95,22 @@ INLINE void surround_innermost(const struct sizes *s, const float *restrict inpu
                       padded + ((c / LANES * height + y + s->above) * width + s->left) * LANES + c % LANES, LANES);
 }
 
-/* made [count,kernel,LANES] at some places of the kernel, from what LANES channels have at the first of them, the distances of
+/* made [count,kernel,LANES] at some places of the kernel, or without wide registers, with none, at one, from what LANES channels have at the first of them, the distances of
    the others, and the gradient of `count` outputs. */
 INLINE void some_places(const int places, const struct sizes *s, const float *restrict seen, const int64_t *restrict apart,
                         int64_t width, const float *restrict grad, int count, float *restrict made, int64_t kernel) {
-    int64_t together = s->columns < PART ? PART / s->columns : 1;
-    const float *rows[ROWS];
-    for (int row = 0; row < ROWS; row++)
-        rows[row] = grad + (row < count ? row : 0) * s->rows * s->columns;
+    int64_t together = s->columns < PART ? PART / s->columns : 1, positions = s->rows * s->columns;
     for (int64_t top = 0; top < s->rows; top += together)
         for (int64_t x = 0; x < s->columns; x += PART) {
-            lanes sums[ROWS][PLACES] = {{{0}}};
-            int64_t bottom = s->rows - top < together ? s->rows : top + together;
-            int64_t some = s->columns - x < PART ? s->columns - x : PART;
-            for (int64_t y = top; y < bottom; y++) {
-                const float *from = seen + (y * s->down * width + x * s->right) * LANES;
-                for (int64_t t = 0; t < some; t++, from += s->right * LANES) {
-                    lanes numbers[PLACES];
-                    for (int place = 0; place < places; place++)
-                        numbers[place] = *(const lanes *)(from + apart[place]);
-                    for (int row = 0; row < ROWS; row++)
-                        for (int place = 0; place < places; place++)
-                            sums[row][place] += rows[row][y * s->columns + x + t] * numbers[place];
-                }
-            }
-            for (int row = 0; row < count; row++)
-                for (int place = 0; place < places; place++) {
-                    lanes *sum = (lanes *)(made + (row * kernel + place) * LANES);
-                    *sum = top || x ? *sum + sums[row][place] : sums[row][place];
-                }
+            struct terms terms = {s->columns - x < PART ? s->columns - x : PART, 1, s->right * LANES,
+                                  s->rows - top < together ? s->rows - top : together, s->columns, s->down * width * LANES};
+            const float *from = seen + (top * s->down * width + x * s->right) * LANES, *of_outputs = grad + top * s->columns + x;
+            int first = !top && !x;
+            if (places)
+                product_by_512(places, of_outputs, positions, from, apart, &terms, made, kernel * LANES, places * LANES, count,
+                               first);
+            else
+                narrow_product(of_outputs, positions, from + *apart, &terms, made, kernel * LANES, LANES, count, first);
         }
 }
 
@@ -139,7 +118,7 @@ INLINE void some_places(const int places, const struct sizes *s, const float *re
 INLINE void by_channels(const struct sizes *s, const float *restrict input, const float *restrict grad, float *restrict made,
                         float *restrict padded, float *restrict tile) {
     int64_t height = s->height + 2 * s->above, width = s->width + 2 * s->left, kernel = s->tall * s->wide;
-    int wide = has_wide_registers();
+    int wide = REGISTER_BITS == 512;
     surround_innermost(s, input, padded, height, width);
     for (int64_t c = 0; c < s->channels; c += LANES)
         for (int64_t o = 0; o < s->outputs; o += ROWS) {
@@ -151,7 +130,9 @@ INLINE void by_channels(const struct sizes *s, const float *restrict input, cons
                 for (int64_t place = 0; place < PLACES; place++)
                     apart[place] = ((k + place) / s->wide * s->apart_v * width + (k + place) % s->wide * s->apart_u) * LANES;
                 places = wide && kernel - k >= PLACES ? PLACES : 1;
-                if (places == PLACES)
+                if (!wide)
+                    some_places(0, s, seen, apart, width, of_outputs, count, tile + k * LANES, kernel);
+                else if (places == PLACES)
                     some_places(PLACES, s, seen, apart, width, of_outputs, count, tile + k * LANES, kernel);
                 else
                     some_places(1, s, seen, apart, width, of_outputs, count, tile + k * LANES, kernel);

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from clipless.native.library import COUNT, POINTER, function, threads
+from clipless.native.tiles import LANES, ROWS, whole
 
-# As in the source: how many numbers of patches are laid out at a time, for how many channels and outputs, and how far past
-# the end memory is touched.
-PATCHES, FEWEST, LANES, ROWS, RUN = 24576, 8, 16, 8, 8
+# As in the source: how many numbers of patches are laid out at a time, for how many positions at least, and how far past the
+# end memory is touched.
+PATCHES, FEWEST, RUN = 24576, 8, 8
 
 
 class Geometry(NamedTuple):
@@ -66,15 +67,6 @@ def puts_channels_innermost(channels: int) -> bool:
     [12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 29, 30, 31, 32, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
     """
     return 0 < 3 * whole(channels, LANES) <= 4 * channels
-
-
-def whole(count: int, step: int) -> int:
-    """The next multiple of `step`.
-
-    >>> whole(33, 16)
-    48
-    """
-    return -(-count // step) * step
 
 
 def _refuse_unfit(acts: Tensor, grads: Tensor, weight: Sequence[int], how: Geometry) -> None:

@@ -1,6 +1,7 @@
 /* Ghost norms: for one record with inputs a [t,i] and gradients g [t,o], ‖Σ_t g_tᵀ a_t‖² = Σ_{s,t} ⟨a_s,a_t⟩·⟨g_s,g_t⟩.
 
-   Both Gram matrices are symmetric: one half of their tiles is made, some rows at a time, multiplied and added up. */
+   Both Gram matrices are symmetric: one half of their tiles is made, some rows at a time, multiplied and added up. Several
+   inputs may have the same gradients. */
 
 #include "tile.h"
 #include "turned.h"
@@ -52,43 +53,51 @@ INLINE double both_sides(const float *restrict x, const float *restrict y, int64
     return sum;
 }
 
-/* found: the squared norm, the sum of the positions' lengths, and the largest ‖a_t‖² and ‖g_t‖². */
+/* Adds what the first `rows` rows of both matrices contribute to found: the squared norm, the sum of the positions' lengths, and
+   the largest ‖a_t‖² and ‖g_t‖². */
+INLINE void add_strip(const float *restrict tiles_a, const float *restrict tiles_g, int64_t rows, int64_t room,
+                      double *restrict found) {
+    for (int64_t row = 0; row < rows; row += ROWS) {
+        int count = rows - row < ROWS ? rows - row : ROWS;
+        for (int64_t column = row / LANES * LANES; column < room; column += LANES)
+            found[0] += both_sides(tiles_a + row * room + column * ROWS, tiles_g + row * room + column * ROWS, column - row, count);
+        for (int64_t k = row; k < row + count; k++) {
+            int64_t diagonal = row * room + k / LANES * LANES * ROWS + (k - row) * LANES + k % LANES;
+            double x = tiles_a[diagonal], y = tiles_g[diagonal];
+            found[1] += sqrt(x * y);
+            found[2] = x > found[2] || x != x ? x : found[2];
+            found[3] = y > found[3] || y != y ? y : found[3];
+        }
+    }
+}
+
+/* found [inputs,4], of which those of one input lie `apart`. */
 FOR_EACH_PROCESSOR
-static void one_record(const float *restrict a, const float *restrict g, const struct matrix *left, const struct matrix *right,
-                       int64_t positions, double *restrict found, float *restrict memory) {
-    double square = 0, length = 0, most_a = 0, most_g = 0;
+static void one_record(const struct matrix *given, int64_t inputs, int64_t record, int64_t positions, double *restrict found,
+                       int64_t apart, float *restrict memory) {
+    const struct matrix *of_g = given + inputs;
+    const float *g = of_g->numbers + record * of_g->record;
+    for (int64_t k = 0; k < inputs; k++)
+        memset(found + k * apart, 0, 4 * sizeof *found);
     for (int64_t first = 0; first < positions; first += STRIP) {
         int64_t beyond = positions - first, rows = beyond < STRIP ? beyond : STRIP;
         int64_t room = (beyond + LANES - 1) / LANES * LANES;
         float *tiles_a = memory, *tiles_g = memory + STRIP * room, *across = memory + 2 * STRIP * room;
-        strip_of_products(a + first * left->position, left, rows, beyond, across, room, tiles_a);
-        strip_of_products(g + first * right->position, right, rows, beyond, across, room, tiles_g);
-        for (int64_t row = 0; row < rows; row += ROWS) {
-            int count = rows - row < ROWS ? rows - row : ROWS;
-            for (int64_t column = row / LANES * LANES; column < room; column += LANES)
-                square += both_sides(tiles_a + row * room + column * ROWS, tiles_g + row * room + column * ROWS, column - row,
-                                     count);
-            for (int64_t k = row; k < row + count; k++) {
-                int64_t diagonal = row * room + k / LANES * LANES * ROWS + (k - row) * LANES + k % LANES;
-                double x = tiles_a[diagonal], y = tiles_g[diagonal];
-                length += sqrt(x * y);
-                most_a = x > most_a || x != x ? x : most_a;
-                most_g = y > most_g || y != y ? y : most_g;
-            }
+        strip_of_products(g + first * of_g->position, of_g, rows, beyond, across, room, tiles_g);
+        for (const struct matrix *of_a = given; of_a < of_g; of_a++) {
+            const float *a = of_a->numbers + record * of_a->record;
+            strip_of_products(a + first * of_a->position, of_a, rows, beyond, across, room, tiles_a);
+            add_strip(tiles_a, tiles_g, rows, room, found + (of_a - given) * apart);
         }
     }
-    found[0] = square, found[1] = length, found[2] = most_a, found[3] = most_g;
 }
 
-/* found [records,4] for inputs [records,positions,left.width] and gradients [records,positions,right.width]. Each thread has
-   `share` numbers of the memory. */
-void clipless_ghost_norms(const float *a, const float *g, const int64_t *sizes, double *found, float *memory, int64_t share,
-                          int64_t threads) {
-    int64_t records = sizes[0], positions = sizes[1];
-    struct matrix left = {a, sizes[2], sizes[3], sizes[4]}, right = {g, sizes[5], sizes[6], sizes[7]};
+/* found [inputs,records,4] for some inputs [records,positions,width] and, given last, their gradients. Each thread has `share`
+   numbers of the memory. */
+void clipless_ghost_norms(const struct matrix *given, int64_t inputs, int64_t records, int64_t positions, double *found,
+                          float *memory, int64_t share, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t thread = 0; thread < threads; thread++)
         for (int64_t b = thread * records / threads; b < (thread + 1) * records / threads; b++)
-            one_record(a + b * left.record, g + b * right.record, &left, &right, positions, found + 4 * b,
-                       memory + thread * share);
+            one_record(given, inputs, b, positions, found + 4 * b, 4 * records, memory + thread * share);
 }

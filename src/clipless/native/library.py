@@ -6,9 +6,11 @@ The threads are OpenMP's, shared with torch: importing torch first makes the two
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -84,13 +86,38 @@ def checked(
 
     @functools.cache
     def load(library: Path = LIBRARY) -> Native | None:
-        form = build(library)
-        if form is None:
-            return None
-        same = (np.allclose(ours.numpy(), theirs.numpy(), rtol, atol, equal_nan=True) for ours, theirs in pairs(form))
-        return form if all(same) else None
+        with _plain_defaults():
+            form = build(library)
+            if form is None:
+                return None
+            same = (
+                np.allclose(ours.numpy(), theirs.numpy(), rtol, atol, equal_nan=True) for ours, theirs in pairs(form)
+            )
+            return form if all(same) else None
 
     return load
+
+
+def wave(*shape: int) -> Tensor:
+    """Numbers between -1 and 1, none like its neighbours, for checks.
+
+    >>> wave(3)
+    tensor([-0.6702,  0.0000,  0.6702])
+    """
+    return torch.linspace(-3, 3, math.prod(shape)).mul_(17).sin_().view(shape)
+
+
+@contextmanager
+def _plain_defaults() -> Iterator[None]:
+    """Inside, a new tensor is float32 in main memory unless it is told otherwise, and products are exact, whatever the
+    program has chosen."""
+    chosen = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(chosen)
 
 
 def threads(work: int) -> int:

@@ -14,8 +14,11 @@
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+/* How many bits the registers have that the code for this processor uses. */
+#define REGISTER_BITS (__builtin_cpu_supports("avx512vl") ? 512 : __builtin_cpu_supports("avx2") ? 256 : 128)
 #else
 #define FOR_EACH_PROCESSOR
+#define REGISTER_BITS 128
 #endif
 
 static inline float as_float(uint32_t bits) {

@@ -124,16 +124,18 @@ void clipless_add_rows(const struct weighted *sums, int64_t tensors, double scal
     }
 }
 
-/* Some columns of a run times the factors times the scale, with zeros up to LANES of them. */
+/* Some columns of a run times the factors times the scale, with zeros up to PANEL of them. */
 INLINE void weighted_columns(const float *restrict right, const float *restrict factors, float scale, int64_t records,
                              int64_t width, int64_t columns, float *restrict room) {
-    if (columns == LANES)
-        for (int64_t b = 0; b < records; b++)
-            *(lanes *)(room + b * LANES) = *(const lanes *)(right + b * width) * (factors[b] * scale);
-    else
-        for (int64_t b = 0; b < records; b++)
-            for (int64_t k = 0; k < LANES; k++)
-                room[b * LANES + k] = k < columns ? right[b * width + k] * (factors[b] * scale) : 0;
+    for (int64_t b = 0; b < records; b++, right += width, room += PANEL) {
+        float factor = factors[b] * scale;
+        if (columns >= PANEL)
+            for (int64_t k = 0; k < PANEL; k++)
+                room[k] = right[k] * factor;
+        else
+            for (int64_t k = 0; k < PANEL; k++)
+                room[k] = k < columns ? right[k] * factor : 0;
+    }
 }
 
 /* The rows of a sum from number `row` up to `end`. */
@@ -141,16 +143,15 @@ FOR_EACH_PROCESSOR
 static void add_product(float *restrict total, const float *restrict left, const float *restrict right,
                         const float *restrict factors, float scale, int64_t outputs, int64_t width, int64_t records,
                         int64_t keeps, int64_t row, int64_t end) {
-    float room[RUN * LANES];
+    float room[RUN * PANEL];
     if (!keeps)
         memset(total + row * width, 0, (end - row) * width * sizeof *total);
     for (int64_t run = 0; run < records; run += RUN) {
         int64_t count = records - run < RUN ? records - run : RUN;
-        for (int64_t k = 0; k < width; k += LANES) {
-            int64_t columns = width - k < LANES ? width - k : LANES;
-            weighted_columns(right + run * width + k, factors + run, scale, count, width, columns, room);
+        for (int64_t k = 0; k < width; k += PANEL) {
+            weighted_columns(right + run * width + k, factors + run, scale, count, width, width - k, room);
             for (int64_t o = row; o < end; o += ROWS)
-                multiply(left + run * outputs + o, 1, outputs, room, LANES, count, total + o * width + k, width, columns,
+                multiply(left + run * outputs + o, 1, outputs, room, PANEL, count, total + o * width + k, width, width - k,
                          end - o < ROWS ? end - o : ROWS, 0);
         }
     }

@@ -122,7 +122,7 @@ SWITCHES: Mapping[str, Switch] = {
         lambda: _rows_without(add_products=lambda sums, scale: False),
     ),
     "ghost_norms": Switch("norms from Gram matrices, `gram.c`", ("encoder", "decoder"), _nothing(gram)),
-    "lstm": Switch("cells of LSTMs, `lstm.c`", ("lstm",), _nothing(compiled_lstm)),
+    "lstm": Switch("LSTMs through time, `lstm.c`", ("lstm",), _nothing(compiled_lstm)),
     "onednn": Switch(
         "matrix products by oneDNN instead of MKL",
         ("lstm", "mlp", "resnet18", "encoder"),

@@ -74,8 +74,8 @@ class OuterProducts:
     """g_b = Σ_t grads[b,t]ᵀ acts[b,t]: norms from Gram matrices, or everything written out.
 
     What is given without positions, [b,i] and [b,o], has one: `acts` and `grads` always have three dimensions. A `twin` has
-    the same grads, so that their Gram matrix is computed once. `summed` has the grads summed over positions, so that their
-    norms are computed once.
+    the same grads, so that its norms are computed along with these. `summed` has the grads summed over positions, so that
+    their norms are computed once.
     """
 
     given_acts: Tensor  # [b,t,i]
@@ -127,22 +127,24 @@ class OuterProducts:
         return self if method == "ghost" else Instantiated(self.per_record())
 
     @cached_property
-    def _gram_of_grads(self) -> Tensor:
-        return self.grads @ self.grads.mT if self.twin is None else self.twin._gram_of_grads
-
-    @cached_property
     def ghost(self) -> tuple[Tensor, Tensor, Tensor]:
         """Squared norms from two Gram matrices, T×T; the sum of the positions' lengths; and where underflow may have lost
         digits. All [b]."""
-        acts, grads = self.acts, self.grads
-        fast = gram.compiled() if self.twin is None and gram.fit(acts, grads) else None
-        found = gram.by_torch(acts, grads, self._gram_of_grads) if fast is None else fast(acts, grads)
+        both = [self] if self.twin is None or "ghost" in vars(self.twin) else [self, self.twin]
+        inputs, grads = [form.acts for form in both], self.grads
+        fast = gram.compiled() if gram.fit(inputs, grads) else None
+        each = gram.by_torch(inputs, grads) if fast is None else fast(inputs, grads)
+        for form, found in zip(both[1:], each[1:], strict=True):
+            form.ghost = form._with_losses(found)
+        return self._with_losses(each[0])
+
+    def _with_losses(self, found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         squares, lengths, most_a, most_g = found.unbind(1)
-        _, t, i = acts.shape
-        error = torch.finfo(acts.dtype).tiny * t * t * max(i, grads.shape[2]) * (most_a + most_g)
+        _, t, i = self.acts.shape
+        error = torch.finfo(self.acts.dtype).tiny * t * t * max(i, self.grads.shape[2]) * (most_a + most_g)
         lost = squares < 1e4 * error
         if lost.any():
-            lost &= (grads != 0).flatten(1).any(1)  # a zero gradient loses no digits
+            lost &= (self.grads != 0).flatten(1).any(1)  # a zero gradient loses no digits
         return squares, lengths, lost
 
     def _exact(self, which: Tensor) -> Tensor:

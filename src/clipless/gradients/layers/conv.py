@@ -22,7 +22,8 @@ from clipless.gradients.forms import (
 )
 from clipless.gradients.layers import conv_rows
 from clipless.gradients.layers.rule import Use, register
-from clipless.native.conv import LANES, ROWS, ConvRows, Geometry, puts_channels_innermost, whole
+from clipless.native.conv import ConvRows, Geometry, puts_channels_innermost
+from clipless.native.tiles import LANES, ROWS, whole
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 # For the cost model: how often a grouped convolution moves its result, and the cost of each of its groups, in calls.

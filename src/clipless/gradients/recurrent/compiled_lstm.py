@@ -1,77 +1,69 @@
-"""The compiled LSTM cell, for float32 on the CPU: two passes through memory for a time step instead of seventeen."""
+"""The compiled LSTM: all time steps of a layer in one call, for float32 on the CPU."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from clipless.gradients.matrix_products import add_or_leave
-from clipless.gradients.recurrent.cells import CELLS, Cell, StepGradients, TimeStep, Weights
-from clipless.native import checked, lstm
+from clipless.gradients.recurrent.cells import CELLS, Cell, Weights
+from clipless.gradients.recurrent.through_time import Trace, back_by_steps, forward_by_steps
+from clipless.native import checked, wave
+from clipless.native.lstm import Passes, build
+
+# Larger weights do not stay in the cache. With fewer records than MANY they are read more often than by torch's products.
+IN_CACHE, MANY = 2**20, 32
 
 
-def suited(cell: Cell, x: Tensor) -> Cell:
-    """The compiled form of the cell, if there is one for such tensors, or the cell itself."""
-    fast = compiled() if cell is CELLS["lstm"] and x.dtype == torch.float32 and x.device.type == "cpu" else None
-    return fast or cell
+def suited(cell: Cell, weights: Weights, x: Tensor) -> Passes | None:
+    """The compiled passes, if there are any for such a layer on x [t,b,i]."""
+    fits = cell is CELLS["lstm"] and weights.hr is None and x.dtype == torch.float32 and x.device.type == "cpu"
+    few = weights.hh.nbytes > IN_CACHE and x.shape[1] < MANY
+    return compiled() if fits and not few else None
 
 
-def _build(library: Path) -> Cell | None:
-    passes = lstm.build(library)
-    if passes is None or not _adds_what_is_apart(passes):
-        return None
-
-    def forward(weights: Weights, at: TimeStep) -> None:
-        """`extra` is tanh of the new cell state."""
-        assert at.c is not None
-        assert at.new_c is not None
-        assert at.extra is not None
-        apart = add_or_leave(at.gates, at.h, weights.hh.t())
-        passes.step(at.gates, apart, at.c, at.new_c, at.extra, at.new_h)
-
-    def backward(at: TimeStep, grads_at: StepGradients) -> None:
-        assert at.c is not None
-        assert at.extra is not None
-        assert grads_at.c is not None
-        passes.back(at.gates, at.c, at.extra, grads_at.h, grads_at.c)
-
-    return Cell(forward, backward, extra=True, cell_state=True)
+def _pairs(ours: Passes) -> Iterator[tuple[Tensor, Tensor]]:
+    """For sums of every magnitude and infinite ones; for sizes that fill no tile, more records than go together, records
+    that end, both directions, and states that are asked for or not."""
+    for shape, sizes, reverse in (
+        ((2, 1, 12), [1, 1], False),
+        ((3, 70, 72), [70, 66, 3], False),
+        ((3, 9, 8), [9, 4, 1], True),
+    ):
+        t, b, width = shape
+        for to_state, grad in ((True, wave(b, t, width).transpose(0, 1)), (False, None)):
+            found = [_both_ways(passes, shape, sizes, reverse, grad, to_state) for passes in (ours, None)]
+            yield from zip(*found, strict=True)
 
 
-def _adds_what_is_apart(passes: lstm.Passes) -> bool:
-    """Whether sums that are given in two parts are the sums."""
-    whole, part, c = (
-        torch.linspace(-3, 3, 2 * 48).view(2, 48),
-        torch.linspace(2, -1, 2 * 48).view(2, 48),
-        torch.ones(2, 12),
-    )
-    found = []
-    for gates, apart in ((whole + part, None), (whole.clone(), part)):
-        states = [torch.zeros(2, 12) for _ in range(3)]
-        passes.step(gates, apart, c, *states)
-        found.append([gates, *states])
-    return all(np.array_equal(one.numpy(), other.numpy()) for one, other in zip(*found, strict=True))
+def _both_ways(
+    passes: Passes | None,
+    shape: tuple[int, int, int],
+    sizes: list[int],
+    reverse: bool,
+    grad: Tensor | None,
+    to_state: bool,
+) -> list[Tensor]:
+    """The results of a layer on [t,b,o], forward and back, by the passes or by torch's operations."""
+    t, b, width = shape
+    cell = CELLS["lstm"]
+    weights = Weights(torch.eye(4 * width), wave(4 * width, width).div_(width), None, None, None)
+    prepared = weights if passes else cell.prepared(weights)
+    sums = wave(t, b, 4 * width).mul_(30)
+    sums[0, 0, ::12], sums[0, 0, 1::12], sums[0, 0, 2::12] = torch.inf, -torch.inf, 1e-30
+    hidden, cells = wave(t + 1, b, width), wave(t + 1, b, width).neg_()
+    of_states = wave(b, width), wave(b, width).neg_()
+    gates, tanh_c = sums * prepared.ih.diagonal(), torch.zeros(t, b, width)
+    trace = Trace(cell, weights, sums, gates, hidden, cells, tanh_c, None, reverse)
+    if passes is None:
+        forward_by_steps(trace, prepared, sizes)
+    else:
+        passes.forward(trace.compiled(sizes), weights.hh)
+    forward = [hidden.clone(), cells.clone()]
+    if passes is None:
+        back_by_steps(trace, grad, of_states, sizes, to_state)
+    else:
+        passes.back(trace.compiled(sizes), weights.hh, grad, of_states, to_state)
+    return [*forward, gates, *of_states[not to_state :]]
 
 
-def _pairs(ours: Cell) -> Iterator[tuple[Tensor, Tensor]]:
-    """For numbers of every magnitude, infinities and NaN."""
-    return zip(_passed(ours), _passed(CELLS["lstm"]), strict=True)
-
-
-def _passed(cell: Cell) -> list[Tensor]:
-    """The results of a cell at one time step, forward and backward."""
-    sums = torch.linspace(-30, 30, 4 * 64).sin_().mul_(30).view(2, 128)
-    sums[1, ::9] = torch.tensor([torch.inf, -torch.inf, 1e-30] * 5)
-    weights = cell.prepared(Weights(torch.eye(128), torch.zeros(128, 32), None, None, None))
-    state = [torch.linspace(-2, 2, 64).view(2, 32).clone() for _ in range(6)]
-    at = TimeStep(sums @ weights.ih, state[0], state[1], state[2], state[3], state[4])
-    cell.step(weights, at)
-    after = [at.new_h.clone(), state[4].clone(), state[0].clone()]
-    of_h, of_c = torch.linspace(-1, 1, 64).view(2, 32), state[5]
-    cell.back(at, StepGradients(at.gates, of_h, of_c))
-    return [*after, at.gates, of_c]
-
-
-compiled = checked(_build, _pairs, rtol=1e-4, atol=1e-6)
+compiled = checked(build, _pairs, rtol=1e-4, atol=1e-6)

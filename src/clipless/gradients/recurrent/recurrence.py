@@ -1,87 +1,26 @@
-"""Recurrent layers through time, forward and backward, saving what per-sample gradients need.
+"""Recurrent layers in all directions, forward and backward, saving what per-sample gradients need.
 
 Index legend: t position, b record, i in, h hidden (after the projection, if there is one), o hidden before it, g gates
-times hidden, l layer times direction. Positions come first in memory, so that one position is one block.
-
-Records of different lengths are sorted, longest first, and `sizes` has the number of records at each position. Beyond its
-end a record keeps its state and adds nothing; in the reverse direction it starts from its end.
+times hidden, l layer times direction. `sizes` has the number of records at each position, as in `through_time.py`.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipless.gradients.matrix_products import add_product, product
-from clipless.gradients.recurrent.cells import Cell, StepGradients, TimeStep, Weights
+from clipless.gradients.matrix_products import product
+from clipless.gradients.recurrent.cells import Cell, Weights
 from clipless.gradients.recurrent.compiled_lstm import suited
-
-HiddenState = tuple[Tensor, ...]  # (h,), for an LSTM (h, c)
-
-
-class Trace(NamedTuple):
-    """What one layer in one direction saves in its forward pass. `hidden` and `cells` include the initial state, at the end
-    in the reverse direction; `kept` is the scaled dropout mask on the outputs of the layer below."""
-
-    cell: Cell
-    weights: Weights
-    x: Tensor  # [t,b,i]
-    gates: Tensor  # [t,b,g]
-    hidden: Tensor  # [t+1,b,h]
-    cells: Tensor | None  # [t+1,b,o]
-    extra: Tensor | None  # [t,b,o]
-    unprojected: Tensor | None  # [t,b,o]
-    reverse: bool
-    kept: Tensor | None = None  # [t,b,i]
-
-    @property
-    def before(self) -> Tensor:
-        """The hidden state before each position, [t,b,h]."""
-        return self.hidden[1:] if self.reverse else self.hidden[:-1]
-
-    @property
-    def outputs(self) -> Tensor:
-        """The hidden state after each position, [t,b,h]."""
-        return self.hidden[:-1] if self.reverse else self.hidden[1:]
-
-    @property
-    def final(self) -> HiddenState:
-        end = 0 if self.reverse else -1
-        return (self.hidden[end],) if self.cells is None else (self.hidden[end], self.cells[end])
-
-    @property
-    def order(self) -> Sequence[int]:
-        """The positions in the order of this direction."""
-        return range(len(self.x))[:: -1 if self.reverse else 1]
-
-    def time_steps(self, sizes: list[int]) -> list[TimeStep]:
-        """The time step at each position, with the records that reach it."""
-        past, future = self.before.unbind(0), self.outputs.unbind(0)
-        nothing = [None] * len(past)
-        cells = None if self.cells is None else self.cells.unbind(0)
-        old, new = (nothing, nothing) if cells is None else (cells[:-1], cells[1:])
-        columns = (
-            self.gates.unbind(0),
-            nothing if self.extra is None else self.extra.unbind(0),
-            past,
-            new if self.reverse else old,
-            future if self.unprojected is None else self.unprojected.unbind(0),
-            old if self.reverse else new,
-        )
-        if min(sizes, default=0) == self.x.shape[1]:
-            return [TimeStep(*parts) for parts in zip(*columns, strict=True)]
-        return [TimeStep(*(_first(n, part) for part in parts)) for n, *parts in zip(sizes, *columns, strict=True)]
-
-
-class LayerGradients(NamedTuple):
-    """The gradients of one layer in one direction; zero beyond a record's end."""
-
-    gates: Tensor  # [t,b,g]
-    hidden_gates: Tensor  # [t,b,g]
-    projected: Tensor | None  # [t,b,h]
-    state: HiddenState  # [b,h], for an LSTM's c [b,o]; complete only on request
+from clipless.gradients.recurrent.through_time import (
+    HiddenState,
+    LayerGradients,
+    Trace,
+    back_by_steps,
+    forward_by_steps,
+)
 
 
 class ForwardResult(NamedTuple):
@@ -155,10 +94,9 @@ def back(
 
 def _forward(cell: Cell, weights: Weights, x: Tensor, start: HiddenState, sizes: list[int], reverse: bool) -> Trace:
     t, b, _ = x.shape
-    cell = suited(cell, x)
-    prepared, rows = cell.prepared(weights), x.flatten(0, 1)
-    bias = cell.input_bias(prepared)
-    gates = product(rows, prepared.ih.t(), bias)
+    passes = suited(cell, weights, x)
+    prepared = weights if passes else cell.prepared(weights)
+    gates = product(x.flatten(0, 1), prepared.ih.t(), cell.input_bias(prepared))
     width = start[-1].shape[1]  # o
     trace = Trace(
         cell,
@@ -170,57 +108,29 @@ def _forward(cell: Cell, weights: Weights, x: Tensor, start: HiddenState, sizes:
         extra=x.new_empty(t, b, width) if cell.extra else None,
         unprojected=None if weights.hr is None else x.new_empty(t, b, width),
         reverse=reverse,
+        passes=passes,
     )
     states = [trace.hidden] if trace.cells is None else [trace.hidden, trace.cells]
     for buffer, value in zip(states, start, strict=True):
         buffer[-1 if reverse else 0] = value
-    time_steps = trace.time_steps(sizes)
-    for position in trace.order:
-        n, past, future = sizes[position], position + reverse, position + (not reverse)
-        moment = time_steps[position]
-        cell.step(prepared, moment)
-        if weights.hr is not None:
-            torch.mm(moment.new_h, weights.hr.t(), out=trace.hidden[future, :n])
-        if n < b:
-            for buffer in states:
-                buffer[future, n:] = buffer[past, n:]
-            if trace.unprojected is not None:
-                trace.unprojected[position, n:] = 0
+    if passes is not None:
+        passes.forward(trace.compiled(sizes), weights.hh.contiguous())
+    else:
+        forward_by_steps(trace, prepared, sizes)
     return trace
 
 
 def _back(trace: Trace, grad: Tensor | None, final: HiddenState, sizes: list[int], to_state: bool) -> LayerGradients:
-    """Overwrites the gates with their gradients: new memory at every step would cost more than some of the maths."""
-    trace = trace._replace(
-        gates=trace.gates.data
-    )  # keeps the version counter: the hooks, not autograd, refuse a second backward
-    b, cell, weights, gates = trace.x.shape[1], trace.cell, trace.weights, trace.gates
-    hidden_gates = torch.empty_like(gates) if cell.own_hidden_part else gates
-    projected = None if weights.hr is None else torch.empty_like(trace.before)
+    """Overwrites the gates with their gradients."""
+    # This keeps the version counter: the hooks, not autograd, refuse a second backward.
+    trace = trace._replace(gates=trace.gates.data)
     state = tuple(part.clone(memory_format=torch.contiguous_format) for part in final)
-    time_steps, rows = trace.time_steps(sizes), hidden_gates.unbind(0)
-    for position in reversed(trace.order):
-        n = sizes[position]
-        of_gates, h, *c = (_first(n, part) for part in (rows[position], *state))
-        if grad is not None:
-            h += grad[position, :n]
-        if projected is not None:
-            projected[position, :n] = h
-        shown = h if weights.hr is None else h @ weights.hr
-        cell.back(time_steps[position], StepGradients(of_gates, shown, c[0] if c else None))
-        if to_state or position != trace.order[0]:
-            add_product(h, of_gates, weights.hh, beta=int(cell.carries))
-        for buffer in (gates, hidden_gates, projected):
-            if buffer is not None and n < b:
-                buffer[position, n:] = 0
-    return LayerGradients(gates, hidden_gates, projected, state)
+    if trace.passes is None:
+        return back_by_steps(trace, grad, state, sizes, to_state)
+    trace.passes.back(trace.compiled(sizes), trace.weights.hh.contiguous(), grad, state, to_state)
+    return LayerGradients(trace.gates, trace.gates, None, state)
 
 
 def _times(rows: Tensor, matrix: Tensor) -> Tensor:
     """Rows [t,b,n] times a matrix."""
     return product(rows.flatten(0, 1), matrix).view(*rows.shape[:2], -1)
-
-
-def _first(n: int, part: Any) -> Any:
-    """The first n records; the tensor itself if these are all, since slicing is a tenth of the time of a small step."""
-    return part if part is None or part.shape[0] == n else part[:n]

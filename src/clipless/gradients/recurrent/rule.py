@@ -13,9 +13,10 @@ from clipless.errors import UnsupportedModule
 from clipless.gradients.forms import Form, Instantiated, OuterProducts
 from clipless.gradients.layers.rule import Use, at_least_float32, register
 from clipless.gradients.recurrent.cells import cell_of
-from clipless.gradients.recurrent.recurrence import HiddenState, LayerGradients, Trace, back, forward
+from clipless.gradients.recurrent.recurrence import back, forward
 from clipless.gradients.recurrent.sequences import Sequences
 from clipless.gradients.recurrent.takeover import InputGradients, SavedPass, layers_of
+from clipless.gradients.recurrent.through_time import HiddenState, LayerGradients, Trace
 from clipless.torch_internals import pytree
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.recurrent.cells import CELLS, Cell, Weights
-from clipless.gradients.recurrent.recurrence import HiddenState, Trace, forward
+from clipless.gradients.recurrent.recurrence import forward
 from clipless.gradients.recurrent.sequences import Sequences
+from clipless.gradients.recurrent.through_time import HiddenState, Trace
 from clipless.torch_internals import RECURRENT_KERNELS, pytree
 
 KERNELS: dict[Any, Cell] = {getattr(RECURRENT_KERNELS, name): cell for name, cell in CELLS.items()}
