@@ -278,14 +278,14 @@ SABOTAGES = (
     ),
     Sabotage(
         "recurrent-gradient-stops-after-one-step",
-        "gradients/recurrent/recurrence.py",
+        "gradients/recurrent/through_time.py",
         "add_product(h, of_gates, weights.hh, beta=int(cell.carries))",
         "h.zero_()",
         ("tests/gradients/recurrent/test_recurrent.py::test_engine_agrees_with_oracle",),
     ),
     Sabotage(
         "recurrent-padding-is-read",
-        "gradients/recurrent/recurrence.py",
+        "gradients/recurrent/through_time.py",
         "                buffer[position, n:] = 0\n",
         "                pass\n",
         ("tests/gradients/recurrent/test_packed.py",),
