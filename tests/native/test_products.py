@@ -118,6 +118,26 @@ def test_a_ghost_norm_is_not_finite_where_its_record_is_not(bad: float) -> None:
     assert norms.isfinite().tolist() == [True, False, True]
 
 
+def test_only_what_has_lost_digits_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record without gradients, one without inputs, one whose inputs have no gradients, and one that is too small."""
+    acts, grads = numbers(5, 40, 3), numbers(5, 40, 6)
+    grads[0], acts[1], acts[2, 20:], grads[2, :20] = 0, 0, 0, 0
+    acts[3] *= 1e-21
+    grads[3] *= 1e-21
+    again: list[Tensor] = []
+    exact = OuterProducts._exact
+
+    def watched(form: OuterProducts, which: Tensor) -> Tensor:
+        again.append(which)
+        return exact(form, which)
+
+    monkeypatch.setattr(OuterProducts, "_exact", watched)
+    norms = OuterProducts(acts, grads).sq_norms.sqrt()
+    assert [which.nonzero().flatten().tolist() for which in again] == [[3]]
+    expected = (grads.double().mT @ acts.double()).flatten(1).norm(dim=1)
+    torch.testing.assert_close(norms, expected, rtol=1e-3, atol=0)
+
+
 def test_positions_that_cancel_are_computed_exactly() -> None:
     """A ghost norm of what cancels is rounding error: too small by any factor, and the record would add too much."""
     acts, grads = numbers(2, 20, 5).repeat(1, 2, 1), numbers(2, 20, 6)

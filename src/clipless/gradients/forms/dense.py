@@ -144,7 +144,8 @@ class OuterProducts:
         error = torch.finfo(self.acts.dtype).tiny * t * t * max(i, self.grads.shape[2]) * (most_a + most_g)
         lost = squares < 1e4 * error
         if lost.any():
-            lost &= (self.grads != 0).flatten(1).any(1)  # a zero gradient loses no digits
+            # Positions without an input or a gradient lose none.
+            lost &= ((self.acts != 0).any(2) & (self.grads != 0).any(2)).any(1)
         return squares, lengths, lost
 
     def _exact(self, which: Tensor) -> Tensor:
