@@ -12,7 +12,6 @@ import clipless
 from clipless import oracle
 from clipless.gradients import matrix_products as products
 from clipless.gradients.layers import conv_rows
-from clipless.native import turn
 from clipless.native.conv import Geometry
 from clipless.processor import AMD, Processor, processor_of
 
@@ -20,7 +19,7 @@ PREFERS = products.prefers_onednn  # which the tests replace
 SIZES = st.sampled_from([1, 3, 16, 40, 65])
 
 
-@pytest.fixture(params=["onednn", "onednn, nothing compiled", "mkl"], autouse=True, scope="module")
+@pytest.fixture(params=["onednn", "mkl"], autouse=True, scope="module")
 def library(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every test here with each, whatever this processor takes, and for the smallest products too."""
     if request.param != "mkl" and products.by_onednn() is None:
@@ -28,8 +27,6 @@ def library(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(products, "prefers_onednn", lambda _: request.param != "mkl")
         patch.setattr(products, "WORTH_IT", 0)
-        if request.param == "onednn, nothing compiled":
-            patch.setattr(turn, "compiled", lambda: None)
         yield request.param
 
 
@@ -65,42 +62,6 @@ def test_a_product(m: int, k: int, n: int, left_way: int, right_way: int) -> Non
     close(total, before + exact)
     forgotten = torch.full((m, n), torch.nan)
     close(products.add_product(forgotten, left, right, beta=0), exact)
-
-
-@given(st.integers(0, 5), SIZES, SIZES, SIZES, WAYS, st.booleans(), st.integers(0, 1))
-def test_a_weighted_sum_of_outer_products(
-    b: int, t: int, inside: int, outside: int, way: int, positions_first: bool, beta: int
-) -> None:
-    acts, grads, factors = numbers(b, t, inside), laid_out(numbers(b, t, outside, seed=1), way), numbers(b, seed=2)
-    if positions_first:
-        acts, grads = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (acts, grads))
-    total = numbers(outside, inside, seed=3)
-    expected = torch.einsum("b,bto,bti->oi", factors.double(), grads.double(), acts.double()) + beta * total.double()
-    if not beta:
-        total.fill_(torch.nan)
-    products.add_weighted(total, grads, acts, factors, beta)
-    close(total, expected)
-
-
-@given(st.integers(0, 4), SIZES, SIZES, SIZES, WAYS)
-def test_a_product_for_every_record(b: int, m: int, k: int, n: int, way: int) -> None:
-    left, right = laid_out(numbers(b, m, k), way), numbers(b, k, n, seed=1)
-    close(products.products(left, right), left.double() @ right.double())
-
-
-@given(SIZES, SIZES, st.booleans())
-def test_rows_are_turned_with_their_weights(count: int, width: int, gaps: bool) -> None:
-    rows, weights = laid_out(numbers(count, width), 2 * gaps), numbers(count, seed=1)
-    found = turn.turned(rows, weights)
-    assert found.is_contiguous()
-    assert torch.equal(found, (rows * weights[:, None]).mT)
-
-
-def test_weights_that_do_not_fit_are_refused() -> None:
-    fast = turn.compiled()
-    if fast is not None:
-        with pytest.raises(ValueError, match="4 rows have"):
-            fast(numbers(4, 3), numbers(3))
 
 
 def test_other_types_are_left_to_torch() -> None:
@@ -145,25 +106,12 @@ def test_clipped_sums_are_those_of_single_records(
         torch.testing.assert_close(fast.grads[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
-def test_autocast_leaves_weighted_sums_alone() -> None:
-    acts, grads, total = numbers(3, 4, 5), numbers(3, 4, 6, seed=1), torch.zeros(6, 5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        products.add_weighted(total, grads, acts, torch.ones(3), 0)
-        written = products.products(grads.mT, acts)
-    assert written.dtype is torch.float32
-    close(total, torch.einsum("bto,bti->oi", grads.double(), acts.double()))
-    close(written, grads.mT.double() @ acts.double())
-
-
 def test_what_torch_makes_by_default_changes_nothing() -> None:
     """Types and autocast that are set before the first product, or between two."""
-    rows, weights, acts, grads = numbers(40, 9), numbers(40, seed=1), numbers(2, 3, 9, 9), numbers(2, 4, 7, 7, seed=1)
-    expected = turn.turned(rows, weights)
+    acts, grads = numbers(2, 3, 9, 9), numbers(2, 4, 7, 7, seed=1)
     fast, how = conv_rows.compiled(), Geometry((0, 0), (1, 1), (1, 1), 1)
     torch.set_default_dtype(torch.float64)
     try:
-        assert torch.equal(turn.turned(rows, weights), expected)
-        assert turn.turned(rows, weights).dtype is torch.float32
         if fast is not None:
             made, _ = fast(acts, grads, (4, 3, 3, 3), how)
             assert made.dtype is torch.float32

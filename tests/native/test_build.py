@@ -20,7 +20,7 @@ from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
 from clipless.gradients.recurrent.cells import CELLS, Weights
 from clipless.gradients.recurrent.recurrence import forward
-from clipless.native import LIBRARY, SOURCES, gram, library, rows, turn
+from clipless.native import LIBRARY, SOURCES, gram, library, products, rows
 from clipless.noise import adding, noise_source
 from compiling import build_hook, needs_compiler, needs_library
 
@@ -84,13 +84,27 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
             ("float factor = factors[row] * scale", "float factor = factors[row]"),
             ("fb = factors[row + 1] * scale", "fb = factors[row + 1]"),
             ("for (; row < records; row++, a += width)", "for (; row + 1 < records; row++, a += width)"),
-            ("factors + run,", "factors,"),
-            ("if (!keeps)\n        memset", "if (keeps)\n        memset"),
-            ("left + run * outputs + o, 1, outputs", "left + run * outputs + o, outputs, 1"),
-            ("float factor = factors[b] * scale;", "float factor = factors[b];"),
-            ("b++, right += width", "b++, right += PANEL"),
+            ("if (!keeps)\n            memset", "if (keeps)\n            memset"),
+        ],
+    ),
+    "products.c": (
+        products.compiled,
+        [
+            ("sum->factors + run", "sum->factors"),
+            ("factors[b] * scale : scale", "factors[b] : scale"),
+            ("b++, right += width", "b++"),
             ("k < columns ? right[k] * factor : 0", "0"),
             ("room[k] = right[k] * factor;", "room[k] = right[k];"),
+            ("if (!sum->rows && !sum->keeps)", "if (0)"),
+            ("!run && !sum->keeps", "!run"),
+            ("!run && !sum->keeps", "!sum->keeps"),
+            ("first += BLOCK", "first += 2 * BLOCK"),
+            ("sum->left + run * sum->outputs + first", "sum->left + run * sum->outputs"),
+            ("apart = ROWS, tile = rows", "apart = ROWS, tile = ROWS"),
+            ("(outputs - o) * sizeof *room", "0"),
+            ("left + b * rows * outputs", "left"),
+            ("right + b * rows * width", "right"),
+            ("length_of(one.total, outputs * width)", "length_of(one.total, width)"),
         ],
     ),
     "conv.c": (
@@ -134,14 +148,6 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
             ("(of_a - given) * apart", "(of_a - given) * 4"),
             ("rows + row * step + k", "rows + row * width + k"),
             ("rows[row * step + k]", "rows[row * width + k]"),
-        ],
-    ),
-    "turn.c": (
-        turn.compiled,
-        [
-            ("numbers[c] * weight", "numbers[c]"),
-            ("(column + c) * count + row", "(column + c) * count"),
-            ("c < wide; c++)\n                    block", "c + 1 < wide; c++)\n                    block"),
         ],
     ),
     "layer_norm.c": (
@@ -216,6 +222,7 @@ def test_a_library_that_computes_anything_else_is_not_used(
         assert (load(library) is None) == bool(old), (old, new)
 
 
+TILED = ("conv.c", "gram.c", "lstm.c", "products.c")
 # How products are made in registers that this processor may not take: their changes.
 WIDTHS = {
     512: [
@@ -239,12 +246,12 @@ def test_products_are_the_same_in_registers_of_every_width(bits: int, tmp_path: 
     """Compiled for processors of every kind, which have narrow ones: there the others are slow, and right."""
     for number, (old, new) in enumerate([*WIDTHS[bits], ("", "")]):
         (folder := tmp_path / str(number)).mkdir()
-        for file in [*SOURCES.glob("*.h"), *(SOURCES / name for name in ("conv.c", "gram.c", "lstm.c", "rows.c"))]:
+        for file in [*SOURCES.glob("*.h"), *(SOURCES / name for name in TILED)]:
             text = re.sub(r"(#define FOR_EACH_PROCESSOR\b).*", r"\1", file.read_text())
             text = re.sub(r"(#define REGISTER_BITS\b).*", rf"\1 {bits}", text)
             (folder / file.name).write_text(text.replace(old, new) if old else text)
         assert build_hook().compile_all(folder, tmp_path / f"{number}.so") is None
-        loaded = [CHECKED[name][0](tmp_path / f"{number}.so") for name in ("conv.c", "gram.c", "lstm.c")]
+        loaded = [CHECKED[name][0](tmp_path / f"{number}.so") for name in TILED]
         assert (None in loaded) == bool(old), (old, new)
 
 
@@ -325,8 +332,8 @@ def results() -> list[Tensor]:
     total = torch.randn(9001, generator=generator)
     rows.add_rows([rows.Weighted(total, gradients, torch.linspace(0, 1, 64), beta=1)])
     product = torch.zeros(201, 100)
-    rows.add_products(
-        [rows.Product(product, gradients[:, :201].clone(), gradients[:, :100].clone(), total[:64], beta=0)]
+    products.add_products(
+        [products.Product(product, gradients[:, :201].clone(), gradients[:, :100].clone(), total[:64], beta=0)]
     )
     states = torch.randn(16, 64, 200, generator=generator)
     lstm = torch.nn.LSTM(200, 100)

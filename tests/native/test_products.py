@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipless.gradients.forms import OuterProducts
-from clipless.native import LIBRARY, gram, rows
-from clipless.native.rows import Product, add_products
+from clipless.native import LIBRARY, gram, products, rows
+from clipless.native.products import Product, add_products, written_out
 from compiling import needs_library
 
 SIZES = st.sampled_from([1, 7, 8, 9, 16, 17, 40])
@@ -23,6 +23,7 @@ def way(request: pytest.FixtureRequest) -> object:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
             patch.setattr(rows, "compiled", lambda: None)
+            patch.setattr(products, "compiled", lambda: None)
             patch.setattr(gram, "compiled", lambda: None)
         yield
 
@@ -65,6 +66,107 @@ def test_other_types_and_tensors_with_gaps_are_torchs() -> None:
     gaps = torch.zeros(6, 4)[::2]
     add_products([Product(gaps, numbers(5, 3), numbers(4, 5).mT, torch.ones(5), beta=0)])
     torch.testing.assert_close(gaps, numbers(5, 3).mT @ numbers(4, 5).mT, rtol=1e-5, atol=1e-5)
+
+
+def laid_out(tensor: Tensor, way: int) -> Tensor:
+    """The same numbers side by side, turned, with gaps, or with positions first."""
+    if way == 0:
+        return tensor
+    if way == 1:
+        return tensor.mT.contiguous().mT
+    if way == 2:
+        return torch.cat([tensor, tensor + 1], -1)[..., : tensor.shape[-1]]
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+WAYS = st.integers(0, 3)
+WIDE = st.sampled_from([1, 7, 16, 33, 140])
+
+
+@given(st.integers(0, 5), st.sampled_from([1, 3, 90]), WIDE, WIDE, WAYS, WAYS, st.integers(0, 1))
+def test_a_weighted_sum_of_outer_products(
+    b: int, t: int, inside: int, outside: int, way: int, other: int, beta: int
+) -> None:
+    acts, grads = laid_out(numbers(b, t, inside), other), laid_out(numbers(b, t, outside, seed=1), way)
+    total, factors = numbers(outside, inside, seed=3), numbers(b, seed=2)
+    expected = torch.einsum("b,bto,bti->oi", factors.double(), grads.double(), acts.double()) + beta * total.double()
+    if not beta:
+        total.fill_(torch.nan)
+    OuterProducts(acts, grads).add_to(total, factors, beta)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outside", "inside"), [(600, 300, 200), (300, 200, 520), (257, 1, 300), (10, 300, 129)]
+)
+def test_sums_of_more_than_is_taken_at_a_time(rows: int, outside: int, inside: int) -> None:
+    left, right, factors = numbers(rows, outside), numbers(rows, inside, seed=1), numbers(rows, seed=2)
+    total = torch.full((outside, inside), torch.nan)
+    add_products([Product(total, left, right, factors, beta=0)], 0.5)
+    exact = 0.5 * (left.double() * factors.double()[:, None]).mT @ right.double()
+    torch.testing.assert_close(total.double(), exact, rtol=1e-4, atol=1e-3)
+
+
+@given(st.integers(0, 4), st.sampled_from([1, 2, 9, 300]), WIDE, WIDE, WAYS, WAYS)
+def test_a_product_for_every_record(b: int, t: int, outside: int, inside: int, way: int, other: int) -> None:
+    left, right = laid_out(numbers(b, t, outside), way), laid_out(numbers(b, t, inside, seed=1), other)
+    made, squares = written_out(left, right)
+    exact = left.double().mT @ right.double()
+    torch.testing.assert_close(made.double(), exact, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(squares, exact.square().sum((1, 2)), rtol=1e-4, atol=1e-6)
+
+
+def test_no_record_changes_what_is_written_out_of_another() -> None:
+    left, right = numbers(3, 20, 40), numbers(3, 20, 30, seed=1)
+    whole, squares = written_out(left, right)
+    left[1, 0, 0], right[2, 3, 1] = math.nan, math.inf
+    made, found = written_out(left, right)
+    assert torch.equal(made[0], whole[0])
+    assert found[0] == squares[0]
+    assert not found[1:].isfinite().any()
+
+
+@needs_library
+@pytest.mark.parametrize("threads", [2, 3, 7, 40])
+def test_every_number_is_computed_however_many_threads_there_are(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what one thread computes, for totals that are tall, wide and small."""
+    fast = products.build(LIBRARY)
+    assert fast is not None
+    found = []
+    for count in (1, threads):
+        monkeypatch.setattr(products, "_workers", lambda work, count=count: count)
+        sums = [
+            Product(torch.full((o, i), torch.nan), numbers(300, o), numbers(300, i), numbers(300), 0)
+            for o, i in ((270, 200), (9, 300), (1, 1), (200, 40))
+        ]
+        assert fast.add(sums, 1.0)
+        written = fast.write(numbers(5, 20, 150), numbers(5, 20, 140))
+        assert written is not None
+        found.append([*(each.total for each in sums), *written])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_one_sum_that_does_not_fit_leaves_the_others_compiled() -> None:
+    """A total with gaps, one in float64, and one that is ordinary."""
+    left, right, factors = numbers(5, 3), numbers(5, 4, seed=1), numbers(5, seed=2)
+    sums = [
+        Product(torch.zeros(6, 4)[::2], left, right, factors, 0),
+        Product(torch.zeros(3, 4), left, right, factors, 0),
+        Product(torch.zeros(3, 4, dtype=torch.float64), left.double(), right.double(), factors, 0),
+    ]
+    add_products(sums, 0.5)
+    for each in sums:
+        torch.testing.assert_close(each.total.float(), 0.5 * (left * factors[:, None]).mT @ right, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_leaves_sums_alone() -> None:
+    acts, grads, total = numbers(3, 4, 5), numbers(3, 4, 6, seed=1), torch.zeros(6, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        OuterProducts(acts, grads).add_to(total, torch.ones(3), 0)
+        written = OuterProducts(acts, grads).per_record()
+    assert written.dtype is torch.float32
+    torch.testing.assert_close(total, torch.einsum("bto,bti->oi", grads, acts))
+    torch.testing.assert_close(written, grads.mT @ acts)
 
 
 @given(st.integers(1, 3), st.integers(1, 70), SIZES, st.sampled_from([1, 33, 300]), st.booleans(), st.booleans())

@@ -3,36 +3,36 @@
 from sabotage_lists.one import Sabotage
 
 PRODUCTS, TESTS = "gradients/matrix_products.py", "tests/gradients/test_matrix_products.py"
-WEIGHTED = f"{TESTS}::test_a_weighted_sum_of_outer_products"
+WEIGHTED = "tests/native/test_products.py::test_a_weighted_sum_of_outer_products"
 
 SABOTAGES = (
     Sabotage(
-        "weights-of-turned-rows-lost",
-        PRODUCTS,
-        "weights.expand(p, q).flatten()",
-        "weights.new_ones(p * q)",
-        (WEIGHTED,),
-    ),
-    Sabotage(
-        "weights-of-columns-lost",
-        PRODUCTS,
-        "torch.mul(rows.permute(2, 0, 1), weights, out=made)",
-        "made.copy_(rows.permute(2, 0, 1))",
-        (WEIGHTED,),
-    ),
-    Sabotage(
         "weights-in-another-order-than-positions",
-        PRODUCTS,
+        "gradients/forms/dense.py",
         "acts.transpose(0, 1), weights.mT",
         "acts.transpose(0, 1), weights",
         (WEIGHTED,),
     ),
     Sabotage(
         "weighted-sums-forget-what-was-there",
-        PRODUCTS,
-        "_ = total.add_(made) if beta else total.copy_(made)",
-        "_ = total.copy_(made)",
-        (WEIGHTED,),
+        "native/products.c",
+        "!run && !sum->keeps",
+        "!run",
+        ("tests/native/test_build.py::test_every_source_is_checked_before_it_is_used",),
+    ),
+    Sabotage(
+        "sums-that-do-not-fit-forget-their-scale",
+        "native/products.py",
+        "                products_by_torch([each], scale)",
+        "                products_by_torch([each], 1.0)",
+        ("tests/native/test_products.py::test_one_sum_that_does_not_fit_leaves_the_others_compiled",),
+    ),
+    Sabotage(
+        "lengths-of-what-is-written-out-of-another-record",
+        "native/products.c",
+        "length_of(one.total, outputs * width)",
+        "length_of(made, outputs * width)",
+        ("tests/native/test_build.py::test_every_source_is_checked_before_it_is_used",),
     ),
     Sabotage(
         "sums-of-the-first-factor-alone",

@@ -187,10 +187,10 @@ SABOTAGES = (
     ),
     Sabotage(
         "wrong-form-is-scaled",
-        "gradients/matrix_products.py",
-        "            grads = grads * weights.unsqueeze(2)\n",
-        "            grads = grads * weights.unsqueeze(2).flip(0)\n",
-        ("tests/gradients/test_matrix_products.py::test_a_weighted_sum_of_outer_products",),
+        "native/products.py",
+        "            left = left * weights\n",
+        "            left = left * weights.flip(0)\n",
+        ("tests/native/test_products.py::test_a_weighted_sum_of_outer_products",),
     ),
     Sabotage(
         "bias-missing-from-the-norm",

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipless.native.turn import turned
 from clipless.processor import AMD, Processor, processor
 from clipless.torch_internals import get_mkldnn_enabled, onednn_linear
 
@@ -39,49 +38,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, beta: int = 1) -> Te
         return total.addmm_(left, right, beta=beta)
     made = _by(linear, left, right)
     return total.add_(made) if beta else total.copy_(made)
-
-
-def add_weighted(total: Tensor, grads: Tensor, acts: Tensor, factors: Tensor, beta: int) -> None:
-    """total [o,i] = beta · total + Σ_b,t factors[b] · grads[b,t]ᵀ acts[b,t], in place, for [b,t,o], [b,t,i] and [b]."""
-    weights = factors.to(grads.dtype).unsqueeze(1)
-    if grads.stride(0) < grads.stride(1):  # positions first in memory: this order needs no copy
-        grads, acts, weights = grads.transpose(0, 1), acts.transpose(0, 1), weights.mT
-    outside, inside, rows = grads.shape[2], acts.shape[2], grads.shape[0] * grads.shape[1]
-    linear = _linear(grads, acts, outside * rows * inside)
-    if linear is None:
-        if inside < outside:
-            acts = acts * weights.unsqueeze(2)
-        else:
-            grads = grads * weights.unsqueeze(2)
-        # With `out=` autocast leaves the product alone.
-        torch.addmm(total, grads.flatten(0, 1).mT, acts.flatten(0, 1), beta=beta, out=total)
-        return
-    # oneDNN wants the rows of the first factor side by side: the one that takes less to turn, the result included.
-    if inside * (rows + outside) < rows * outside:
-        made = linear(_weighted_columns(acts, weights), grads.flatten(0, 1).mT, None).mT
-    else:
-        made = linear(_weighted_columns(grads, weights), acts.flatten(0, 1).mT, None)
-    _ = total.add_(made) if beta else total.copy_(made)
-
-
-def _weighted_columns(rows: Tensor, weights: Tensor) -> Tensor:
-    """Rows [p,q,n] times weights [p,q] or what spreads to it, as [n,p·q] in memory of its own."""
-    p, q, n = rows.shape
-    if q > 1 and rows.mT.is_contiguous():  # columns are there already, one block of them after the other
-        made = rows.new_empty(n, p, q)
-        return torch.mul(rows.permute(2, 0, 1), weights, out=made).view(n, -1)
-    return turned(rows.flatten(0, 1), weights.expand(p, q).flatten())
-
-
-def products(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right for every record, [b,m,k] and [b,k,n]; a new tensor, whatever autocast says."""
-    made = left.new_empty(len(left), left.shape[1], right.shape[2])
-    linear = _linear(left, right, left.shape[1] * left.shape[2] * right.shape[2])
-    if linear is None:
-        return torch.bmm(left, right, out=made)
-    for one, a, b in zip(made.unbind(0), left.unbind(0), right.unbind(0), strict=True):
-        one.copy_(_by(linear, a, b))
-    return made
 
 
 def _by(linear: Linear, left: Tensor, right: Tensor) -> Tensor:

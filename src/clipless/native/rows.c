@@ -1,10 +1,9 @@
-/* Gradients per record, written out as rows or as outer products of rows: their squared lengths, what these add up to, and
-   their sums by weights, for many tensors at once.
+/* Gradients per record, written out as rows: their squared lengths, what these add up to, and their sums by weights, for many
+   tensors at once.
 
    A tensor has `records` rows, one after the other. What a function takes of each is a structure of words of 64 bits. */
 
 #include "lengths.h"
-#include "tile.h"
 
 /* So many columns of a total stay in the nearest cache while the rows go by, four at a time. */
 #define COLUMNS 2048
@@ -122,57 +121,4 @@ void clipless_add_rows(const struct weighted *sums, int64_t tensors, double scal
                             end);
         }
     }
-}
-
-/* Some columns of a run times the factors times the scale, with zeros up to PANEL of them. */
-INLINE void weighted_columns(const float *restrict right, const float *restrict factors, float scale, int64_t records,
-                             int64_t width, int64_t columns, float *restrict room) {
-    for (int64_t b = 0; b < records; b++, right += width, room += PANEL) {
-        float factor = factors[b] * scale;
-        if (columns >= PANEL)
-            for (int64_t k = 0; k < PANEL; k++)
-                room[k] = right[k] * factor;
-        else
-            for (int64_t k = 0; k < PANEL; k++)
-                room[k] = k < columns ? right[k] * factor : 0;
-    }
-}
-
-/* The rows of a sum from number `row` up to `end`. */
-FOR_EACH_PROCESSOR
-static void add_product(float *restrict total, const float *restrict left, const float *restrict right,
-                        const float *restrict factors, float scale, int64_t outputs, int64_t width, int64_t records,
-                        int64_t keeps, int64_t row, int64_t end) {
-    float room[RUN * PANEL];
-    if (!keeps)
-        memset(total + row * width, 0, (end - row) * width * sizeof *total);
-    for (int64_t run = 0; run < records; run += RUN) {
-        int64_t count = records - run < RUN ? records - run : RUN;
-        for (int64_t k = 0; k < width; k += PANEL) {
-            weighted_columns(right + run * width + k, factors + run, scale, count, width, width - k, room);
-            for (int64_t o = row; o < end; o += ROWS)
-                multiply(left + run * outputs + o, 1, outputs, room, PANEL, count, total + o * width + k, width, width - k,
-                         end - o < ROWS ? end - o : ROWS, 0);
-        }
-    }
-}
-
-struct product {
-    float *total;
-    const float *left, *right, *factors;
-    int64_t outputs, width, keeps;
-};
-
-/* A sum has `outputs` rows of `width` numbers; what is there is kept, or not. Every thread has an equal share of the rows of
-   each sum. */
-void clipless_add_products(const struct product *sums, int64_t count, double scale, int64_t records, int64_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int64_t thread = 0; thread < threads; thread++)
-        for (const struct product *sum = sums; sum < sums + count; sum++) {
-            int64_t tiles = (sum->outputs + ROWS - 1) / ROWS, row = tiles * thread / threads * ROWS;
-            int64_t end = tiles * (thread + 1) / threads * ROWS;
-            if (row < end)
-                add_product(sum->total, sum->left, sum->right, sum->factors, (float)scale, sum->outputs, sum->width, records,
-                            sum->keeps, row, end < sum->outputs ? end : sum->outputs);
-        }
 }

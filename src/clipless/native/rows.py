@@ -1,4 +1,4 @@
-"""Rows of many tensors in one call: their squared lengths, and sums of them, or of their outer products, by weights.
+"""Rows of many tensors in one call: their squared lengths, and sums of them by weights.
 
 Most parameters are small, and several calls of torch for each take longer than all the arithmetic. rows.c does it for
 float32 in main memory; torch does the same, tensor by tensor, for everything else and where nothing was compiled.
@@ -24,10 +24,6 @@ BLOCK = 1024
 UNDERFLOW = 1e-30
 # So few numbers are not worth a second thread, nor the question whether there is one.
 FEW = WORTH_A_THREAD // 4
-# Beyond so many products a matrix product of torch, in several threads, is faster.
-MOST = 2**21
-# So many products take as long as a byte that is read.
-OPERATIONS = 4
 
 
 class Weighted(NamedTuple):
@@ -36,17 +32,6 @@ class Weighted(NamedTuple):
 
     total: Tensor  # [...], n numbers
     rows: Tensor  # [b,...], n numbers of each record
-    factors: Tensor  # [b]
-    beta: int
-
-
-class Product(NamedTuple):
-    """A sum to be made: total [o,i] = beta·total + Σ_b factors[b]·left[b]ᵀ·right[b], in place; with beta = 0 its old
-    contents are ignored."""
-
-    total: Tensor  # [o,i]
-    left: Tensor  # [b,...], o numbers of each record
-    right: Tensor  # [b,...], i numbers
     factors: Tensor  # [b]
     beta: int
 
@@ -62,7 +47,6 @@ class Rows(NamedTuple):
     squares: Callable[[Sequence[Tensor], Sequence[Term], int], Tensor | None]
     norms: Callable[[Tensor, torch.dtype, float, float], tuple[Tensor, bool] | None]
     add_rows: Callable[[Sequence[Weighted], float], bool]
-    add_products: Callable[[Sequence[Product], float], bool]
 
 
 def squared_lengths(rows: Sequence[Tensor]) -> Tensor:
@@ -112,31 +96,8 @@ def add_rows(sums: Sequence[Weighted], scale: float = 1.0) -> None:
         sums_by_torch(sums, scale)
 
 
-def add_products(sums: Sequence[Product], scale: float = 1.0) -> None:
-    """Make all these sums, with all factors times a scale.
-
-    >>> total = torch.full((1, 2), torch.nan)
-    >>> add_products([Product(total, torch.ones(2, 1), torch.eye(2), torch.tensor([3.0, 4.0]), beta=0)])
-    >>> total
-    tensor([[3., 4.]])
-    """
-    fast = compiled()
-    if fast is None or not fast.add_products(sums, scale):
-        products_by_torch(sums, scale)
-
-
-def products_by_torch(sums: Sequence[Product], scale: float) -> None:
-    for total, left, right, factors, beta in sums:
-        left, right, weights = _flat(left), _flat(right), (factors * scale).to(left.dtype).unsqueeze(1)
-        if right.shape[1] < left.shape[1]:
-            right = right * weights
-        else:
-            left = left * weights
-        torch.addmm(total, left.mT, right, beta=beta, out=total)
-
-
 def squares_by_torch(rows: Sequence[Tensor], terms: Sequence[Term], groups: int) -> Tensor:
-    lengths = torch.stack([_lengths(_flat(tensor)) for tensor in rows])
+    lengths = torch.stack([_lengths(flat(tensor)) for tensor in rows])
     which, one, other = torch.tensor(terms, device=lengths.device).unbind(1)
     added = lengths[one] * torch.where((other < 0).unsqueeze(1), 1.0, lengths[other])
     return lengths.new_zeros(groups, lengths.shape[1]).index_add_(0, which, added)
@@ -153,7 +114,7 @@ def norms_by_torch(squared: Tensor, dtype: torch.dtype, scale: float, least: flo
     return found.mul_(scale), usual
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """[b,...] as [b,n]."""
     return tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
 
@@ -173,8 +134,8 @@ def _lengths(rows: Tensor) -> Tensor:
 
 def sums_by_torch(sums: Sequence[Weighted], scale: float) -> None:
     for total, rows, factors, beta in sums:
-        flat = total.view(-1)
-        torch.addmv(flat, _flat(rows).mT, (factors * scale).to(rows.dtype), beta=beta, out=flat)
+        line = total.view(-1)
+        torch.addmv(line, flat(rows).mT, (factors * scale).to(rows.dtype), beta=beta, out=line)
 
 
 @functools.lru_cache(maxsize=64)
@@ -188,20 +149,19 @@ def build(library: Path) -> Rows | None:
     square = function(library, "clipless_squares", POINTER, COUNT, *[POINTER] * 2, COUNT, POINTER, *[COUNT] * 3)
     root = function(library, "clipless_norms", *[POINTER] * 2, COUNT, *[ctypes.c_double] * 2, POINTER)
     add = function(library, "clipless_add_rows", POINTER, COUNT, ctypes.c_double, *[COUNT] * 2)
-    multiply = function(library, "clipless_add_products", POINTER, COUNT, ctypes.c_double, *[COUNT] * 2)
-    if square is None or root is None or add is None or multiply is None:
+    if square is None or root is None or add is None:
         return None
 
     def squares(rows: Sequence[Tensor], terms: Sequence[Term], groups: int) -> Tensor | None:
         listed: list[int] = []
         count, records, numbers = len(rows), rows[0].shape[0], 0
         for tensor in rows:
-            if not _fits(tensor) or tensor.shape[0] != records:
+            if not fits(tensor) or tensor.shape[0] != records:
                 return None
             listed += (tensor.data_ptr(), tensor.numel() // max(records, 1))
             numbers += tensor.numel()
         listed.extend(itertools.chain(*terms))
-        room, found = (torch.empty(size, records, dtype=torch.float64) for size in (count, groups))
+        room, found = (torch.empty(size, records, dtype=torch.float64, device="cpu") for size in (count, groups))
         memory, sizes = array("q", listed), (groups, records, 1 if numbers < FEW else threads(numbers))
         place, end = memory.buffer_info()[0], 2 * count * memory.itemsize
         square(place, count, room.data_ptr(), place + end, len(terms), found.data_ptr(), *sizes)
@@ -215,10 +175,10 @@ def build(library: Path) -> Rows | None:
         root(squared.data_ptr(), found.data_ptr(), found.numel(), scale, least, ctypes.byref(unusual))
         return found, not unusual.value
 
-    return Rows(squares, norms, _rows(add), _products(multiply))
+    return Rows(squares, norms, _rows(add))
 
 
-def _fits(tensor: Tensor) -> bool:
+def fits(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 
@@ -229,8 +189,8 @@ def _rows(add: Callable[..., None]) -> Callable[[Sequence[Weighted], float], boo
         records, numbers = sums[0].rows.shape[0], 0
         for total, rows, weights, beta in sums:
             width = total.numel()
-            fits = _fits(total) and _fits(rows) and rows.shape[0] == records and rows.numel() == records * width
-            if not fits or (weights is not last and not (_fits(weights) and weights.shape == (records,))):
+            suits = fits(total) and fits(rows) and rows.shape[0] == records and rows.numel() == records * width
+            if not suits or (weights is not last and not (fits(weights) and weights.shape == (records,))):
                 return False
             last = weights  # one tensor for all sums of a group
             listed += (total.data_ptr(), rows.data_ptr(), weights.data_ptr(), width, beta)
@@ -240,27 +200,6 @@ def _rows(add: Callable[..., None]) -> Callable[[Sequence[Weighted], float], boo
         return True
 
     return add_rows
-
-
-def _products(multiply: Callable[..., None]) -> Callable[[Sequence[Product], float], bool]:
-    def add_products(sums: Sequence[Product], scale: float) -> bool:
-        last: Tensor | None = None
-        listed: list[int] = []
-        records, numbers = sums[0].left.shape[0], 0
-        for total, left, right, weights, beta in sums:
-            outputs, width = total.shape
-            sizes = (left.shape[0], left.numel(), right.shape[0], right.numel(), *weights.shape)
-            fits = _fits(total) and _fits(left) and _fits(right) and (weights is last or _fits(weights))
-            if not fits or sizes != (records, records * outputs, records, records * width, records):
-                return False
-            last = weights
-            listed += (total.data_ptr(), left.data_ptr(), right.data_ptr(), weights.data_ptr(), outputs, width, beta)
-            numbers += records * outputs * width
-        memory, work = array("q", listed), numbers // OPERATIONS
-        multiply(memory.buffer_info()[0], len(sums), scale, records, 1 if work < WORTH_A_THREAD else threads(work))
-        return True
-
-    return add_products
 
 
 def _pairs(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
@@ -283,18 +222,6 @@ def _pairs(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
         rooted = ours.norms(some.clone(), torch.float32, 3.0, 1e-15)
         expected, usual = norms_by_torch(some.clone(), torch.float32, 3.0, 1e-15)
         yield (torch.full_like(expected, torch.nan) if rooted is None or rooted[1] != usual else rooted[0]), expected
-    for records, beta in itertools.product((1, 64, 131), (0, 1)):
-        ours_, theirs = ([_example(records, o, i, beta) for o, i in ((1, 1), (9, 37), (16, 32))] for _ in range(2))
-        ours.add_products(ours_, 0.7)
-        products_by_torch(theirs, 0.7)
-        yield from ((a.total, b.total) for a, b in zip(ours_, theirs, strict=True))
-
-
-def _example(records: int, outputs: int, width: int, beta: int) -> Product:
-    left, right = (torch.linspace(-3, 3, records * size).sin().view(records, size) for size in (outputs, width))
-    return Product(
-        torch.full((outputs, width), 1.0 if beta else torch.nan), left, right.cos(), torch.linspace(0, 1, records), beta
-    )
 
 
 compiled = checked(build, _pairs, rtol=1e-5, atol=1e-5)

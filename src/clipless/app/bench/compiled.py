@@ -24,7 +24,7 @@ from clipless.errors import InvalidArgument
 from clipless.gradients import matrix_products
 from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
-from clipless.native import gram, rows, turn
+from clipless.native import gram, products, rows
 from clipless.noise import keys, source
 from clipless.processor import processor
 
@@ -80,15 +80,15 @@ def _nothing(module: object) -> Callable[[], AbstractContextManager[Any]]:
 
 
 @contextmanager
-def _rows_without(**changes: Callable[..., Any]) -> Iterator[None]:
-    """One of the functions of rows.c is switched off; the others stay on."""
-    fast = rows.compiled()
+def _without(module: Any, **changes: Callable[..., Any]) -> Iterator[None]:
+    """One of the compiled functions of a module is switched off; the others stay on."""
+    fast = module.compiled()
     fewer = fast._replace(**changes) if fast else None
 
-    def compiled() -> rows.Rows | None:
+    def compiled() -> Any:
         return fewer
 
-    with mock.patch.object(rows, "compiled", compiled):
+    with mock.patch.object(module, "compiled", compiled):
         yield
 
 
@@ -102,34 +102,38 @@ SWITCHES: Mapping[str, Switch] = {
     "squares": Switch(
         "squared norms of written-out gradients, `rows.c`",
         ("tabular", "cnn", "resnet18", "encoder", "decoder"),
-        lambda: _rows_without(squares=lambda rows, terms, groups: None),
+        lambda: _without(rows, squares=lambda rows, terms, groups: None),
     ),
     "norms": Switch(
         "norms from their squares, `rows.c`",
         ("tabular", "cnn"),
-        lambda: _rows_without(norms=lambda squared, dtype, scale, least: None),
+        lambda: _without(rows, norms=lambda squared, dtype, scale, least: None),
     ),
     "add_rows": Switch(
         "weighted sums, `rows.c`",
         ("tabular", "cnn", "resnet18", "encoder", "decoder"),
-        lambda: _rows_without(add_rows=lambda sums, scale: False),
+        lambda: _without(rows, add_rows=lambda sums, scale: False),
     ),
     "norm_sums": Switch("scale and shift of layer norms, `layer_norm.c`", ("encoder", "decoder"), _nothing(norm_sums)),
     "conv_rows": Switch("gradients of convolutions, `conv.c`", ("cnn", "resnet18"), _nothing(conv_rows)),
     "add_products": Switch(
-        "sums of small layers, `rows.c`",
-        ("tabular", "cnn"),
-        lambda: _rows_without(add_products=lambda sums, scale: False),
+        "sums of outer products, `products.c`",
+        ("tabular", "mlp", "lstm", "encoder", "decoder"),
+        lambda: _without(products, add=lambda sums, scale: False),
+    ),
+    "write_products": Switch(
+        "sums of outer products for each record, `products.c`",
+        ("encoder", "decoder"),
+        lambda: _without(products, write=lambda left, right: None),
     ),
     "ghost_norms": Switch("norms from Gram matrices, `gram.c`", ("encoder", "decoder"), _nothing(gram)),
     "lstm": Switch("LSTMs through time, `lstm.c`", ("lstm",), _nothing(compiled_lstm)),
     "onednn": Switch(
         "matrix products by oneDNN instead of MKL",
-        ("lstm", "mlp", "resnet18", "encoder"),
+        ("lstm",),
         lambda: mock.patch.object(matrix_products, "by_onednn", return_value=None),
         _takes_onednn,
     ),
-    "turn": Switch("factors of these products, turned, `turn.c`", ("lstm", "mlp"), _nothing(turn), _takes_onednn),
 }
 
 

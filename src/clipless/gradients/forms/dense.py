@@ -13,9 +13,9 @@ from torch import Tensor
 
 from clipless.gradients.forms.cancellation import never_too_small
 from clipless.gradients.forms.form import Cost, Form, NoChoice
-from clipless.gradients.matrix_products import add_weighted, products
 from clipless.native import gram
-from clipless.native.rows import MOST, Product, Term, Weighted, add_products, add_rows, squared_lengths, squares, widest
+from clipless.native.products import Product, add_products, written_out
+from clipless.native.rows import Term, Weighted, add_rows, squared_lengths, squares, widest
 
 FEW = 2**14
 # How many numbers are written out at a time when norms are recomputed in float64.
@@ -107,10 +107,20 @@ class OuterProducts:
         return never_too_small(squares, lengths, self.acts.dtype, self._exact, lost)
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
-        add_weighted(total, self.grads, self.acts, factors, beta)
+        add_products([self.product(total, factors, beta)])
+
+    def product(self, total: Tensor, factors: Tensor, beta: int) -> Product:
+        """The sum that `add_to` makes."""
+        if self.is_single:
+            return Product(total, self.given_grads, self.given_acts, factors, beta)
+        grads, acts, weights = self.grads, self.acts, factors.to(self.grads.dtype).unsqueeze(1)
+        if grads.stride(0) < grads.stride(1):  # positions first in memory: this order needs no copy
+            grads, acts, weights = grads.transpose(0, 1), acts.transpose(0, 1), weights.mT
+        rows = weights.expand(grads.shape[:2]).flatten()
+        return Product(total, grads.flatten(0, 1).contiguous(), acts.flatten(0, 1).contiguous(), rows, beta)
 
     def per_record(self) -> Tensor:
-        return products(self.grads.mT, self.acts)  # [b,o,i]
+        return written_out(self.grads, self.acts)[0]  # [b,o,i]
 
     def keep(self, mask: Tensor) -> "OuterProducts":
         return OuterProducts(kept(self.acts, mask), kept(self.grads, mask))
@@ -124,7 +134,7 @@ class OuterProducts:
         return product_methods(*self.acts.shape, self.grads.shape[2], self.acts.element_size())
 
     def by(self, method: str) -> Form:
-        return self if method == "ghost" else Instantiated(self.per_record())
+        return self if method == "ghost" else Instantiated.with_norms(*written_out(self.grads, self.acts))
 
     @cached_property
     def ghost(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,8 +223,8 @@ def add_all(addends: Iterable[Addend], scale: float = 1.0) -> None:
     for form, total, factors, beta in addends:
         if isinstance(form, Instantiated):
             written.append(Weighted(total, _as_rows(form.grads), factors, beta))
-        elif isinstance(form, OuterProducts) and form.is_single and len(form) * total.numel() <= MOST:
-            products.append(Product(total, form.given_grads, form.given_acts, factors, beta))
+        elif isinstance(form, OuterProducts):
+            products.append(form.product(total, factors, beta))
         else:
             if factors is not last:  # one tensor for all forms of a group
                 last, weights = factors, factors if scale == 1.0 else factors * scale
