@@ -26,7 +26,7 @@ from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
 from clipless.gradients import kernels, matrix_products
 from clipless.gradients.checks.self_check import SelfCheck
-from clipless.native import LIBRARY, conv, gram, layer_norm, library, lstm, products, rows
+from clipless.native import LIBRARY, conv, gram, layer_norm, library, lstm, rows
 from clipless.native import noise as native_noise
 from clipless.noise import adding, keys
 
@@ -47,7 +47,7 @@ SYMBOLS = {
     "lstm": {"clipless_lstm_forward", "clipless_lstm_back"},
     "onednn": set(),
 }
-USERS = (native_noise, rows, layer_norm, conv, gram, lstm, products)
+USERS = (native_noise, rows, layer_norm, conv, gram, lstm)
 
 
 @contextmanager
@@ -73,7 +73,6 @@ def counted() -> Iterator[Counter[str]]:
         compiled.conv_rows.compiled,
         gram.compiled,
         compiled.compiled_lstm.compiled,
-        products.compiled,
     ]
 
     def forget() -> None:

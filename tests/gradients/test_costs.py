@@ -18,7 +18,7 @@ from clipless.app.bench.problems import PROBLEMS, Problem, decoder, encoder, lor
 from clipless.gradients import Kernels, kernels
 from clipless.gradients.forms import Instantiated, OuterProducts
 from clipless.gradients.layers import conv_rows
-from clipless.native import gram, products, rows
+from clipless.native import gram, rows
 from clipless.noise import NoiseSource
 
 # The benchmark's models with fewer layers, words and records: the costs of a layer and a record stay what they are.
@@ -42,7 +42,7 @@ FLAT, PER_LAYER = clipless.auto_s(), clipless.auto_s(groups="per-layer")
 @pytest.fixture(autouse=True)
 def counted_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations of torch are counted, so no product is compiled here."""
-    for module in (conv_rows, rows, gram, products):
+    for module in (conv_rows, rows, gram):
         monkeypatch.setattr(module, "compiled", lambda: None)
 
 

@@ -20,7 +20,8 @@ from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
 from clipless.gradients.recurrent.cells import CELLS, Weights
 from clipless.gradients.recurrent.recurrence import forward
-from clipless.native import LIBRARY, SOURCES, gram, library, products, rows
+from clipless.native import LIBRARY, SOURCES, gram, library, rows
+from clipless.native.by_torch import Product, Weighted
 from clipless.noise import adding, noise_source
 from compiling import build_hook, needs_compiler, needs_library
 
@@ -85,11 +86,6 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
             ("fb = factors[row + 1] * scale", "fb = factors[row + 1]"),
             ("for (; row < records; row++, a += width)", "for (; row + 1 < records; row++, a += width)"),
             ("if (!keeps)\n            memset", "if (keeps)\n            memset"),
-        ],
-    ),
-    "products.c": (
-        products.compiled,
-        [
             ("sum->factors + run", "sum->factors"),
             ("factors[b] * scale : scale", "factors[b] : scale"),
             ("b++, right += width", "b++"),
@@ -104,7 +100,7 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
             ("(outputs - o) * sizeof *room", "0"),
             ("left + b * rows * outputs", "left"),
             ("right + b * rows * width", "right"),
-            ("length_of(one.total, outputs * width)", "length_of(one.total, width)"),
+            ("lengths_of(one.total, outputs * width", "lengths_of(one.total, width"),
         ],
     ),
     "conv.c": (
@@ -222,7 +218,7 @@ def test_a_library_that_computes_anything_else_is_not_used(
         assert (load(library) is None) == bool(old), (old, new)
 
 
-TILED = ("conv.c", "gram.c", "lstm.c", "products.c")
+TILED = ("conv.c", "gram.c", "lstm.c", "rows.c")
 # How products are made in registers that this processor may not take: their changes.
 WIDTHS = {
     512: [
@@ -330,11 +326,9 @@ def results() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(64, 9001, generator=generator)
     total = torch.randn(9001, generator=generator)
-    rows.add_rows([rows.Weighted(total, gradients, torch.linspace(0, 1, 64), beta=1)])
+    rows.add_rows([Weighted(total, gradients, torch.linspace(0, 1, 64), beta=1)])
     product = torch.zeros(201, 100)
-    products.add_products(
-        [products.Product(product, gradients[:, :201].clone(), gradients[:, :100].clone(), total[:64], beta=0)]
-    )
+    rows.add_products([Product(product, gradients[:, :201].clone(), gradients[:, :100].clone(), total[:64], beta=0)])
     states = torch.randn(16, 64, 200, generator=generator)
     lstm = torch.nn.LSTM(200, 100)
     with torch.no_grad():

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipless.gradients.forms import OuterProducts
-from clipless.native import LIBRARY, gram, products, rows
-from clipless.native.products import Product, add_products, written_out
+from clipless.native import LIBRARY, gram, rows
+from clipless.native.by_torch import Product
+from clipless.native.rows import add_products, written_out
 from compiling import needs_library
 
 SIZES = st.sampled_from([1, 7, 8, 9, 16, 17, 40])
@@ -23,7 +24,6 @@ def way(request: pytest.FixtureRequest) -> object:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
             patch.setattr(rows, "compiled", lambda: None)
-            patch.setattr(products, "compiled", lambda: None)
             patch.setattr(gram, "compiled", lambda: None)
         yield
 
@@ -130,17 +130,17 @@ def test_no_record_changes_what_is_written_out_of_another() -> None:
 @pytest.mark.parametrize("threads", [2, 3, 7, 40])
 def test_every_number_is_computed_however_many_threads_there_are(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit what one thread computes, for totals that are tall, wide and small."""
-    fast = products.build(LIBRARY)
+    fast = rows.build(LIBRARY)
     assert fast is not None
     found = []
     for count in (1, threads):
-        monkeypatch.setattr(products, "_workers", lambda work, count=count: count)
+        monkeypatch.setattr(rows, "_workers", lambda work, count=count: count)
         sums = [
             Product(torch.full((o, i), torch.nan), numbers(300, o), numbers(300, i), numbers(300), 0)
             for o, i in ((270, 200), (9, 300), (1, 1), (200, 40))
         ]
-        assert fast.add(sums, 1.0)
-        written = fast.write(numbers(5, 20, 150), numbers(5, 20, 140))
+        assert fast.add_products(sums, 1.0)
+        written = fast.write_products(numbers(5, 20, 150), numbers(5, 20, 140))
         assert written is not None
         found.append([*(each.total for each in sums), *written])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

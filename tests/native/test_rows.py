@@ -13,7 +13,8 @@ from clipless.gradients.forms import Addend, Instantiated, OuterProducts, add_al
 from clipless.gradients.layers import norm_sums
 from clipless.gradients.layers.norm_sums import compiled as compiled_sums
 from clipless.native import rows
-from clipless.native.rows import Weighted, add_rows, norms, squared_lengths
+from clipless.native.by_torch import Weighted
+from clipless.native.rows import add_rows, norms, squared_lengths
 from compiling import needs_library
 
 WIDTHS = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([2047, 2048, 2049, 9000])), min_size=1, max_size=5)

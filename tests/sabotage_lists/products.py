@@ -15,23 +15,23 @@ SABOTAGES = (
     ),
     Sabotage(
         "weighted-sums-forget-what-was-there",
-        "native/products.c",
+        "native/rows.c",
         "!run && !sum->keeps",
         "!run",
         ("tests/native/test_build.py::test_every_source_is_checked_before_it_is_used",),
     ),
     Sabotage(
         "sums-that-do-not-fit-forget-their-scale",
-        "native/products.py",
+        "native/rows.py",
         "                products_by_torch([each], scale)",
         "                products_by_torch([each], 1.0)",
         ("tests/native/test_products.py::test_one_sum_that_does_not_fit_leaves_the_others_compiled",),
     ),
     Sabotage(
         "lengths-of-what-is-written-out-of-another-record",
-        "native/products.c",
-        "length_of(one.total, outputs * width)",
-        "length_of(made, outputs * width)",
+        "native/rows.c",
+        "lengths_of(one.total, outputs * width",
+        "lengths_of(made, outputs * width",
         ("tests/native/test_build.py::test_every_source_is_checked_before_it_is_used",),
     ),
     Sabotage(

@@ -187,7 +187,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "wrong-form-is-scaled",
-        "native/products.py",
+        "native/by_torch.py",
         "            left = left * weights\n",
         "            left = left * weights.flip(0)\n",
         ("tests/native/test_products.py::test_a_weighted_sum_of_outer_products",),

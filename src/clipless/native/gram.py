@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from clipless.native.by_torch import widest
 from clipless.native.library import COUNT, POINTER, checked, function, threads, wave
-from clipless.native.rows import widest
 from clipless.native.tiles import LANES, whole
 
 # As in the source: how many features and rows are taken at a time.

@@ -1,14 +1,21 @@
-/* Gradients per record, written out as rows: their squared lengths, what these add up to, and their sums by weights, for many
-   tensors at once.
+/* Gradients per record, written out as rows or as outer products of rows: their squared lengths, what these add up to, and
+   their sums by weights, for many tensors at once; and outer products, written out.
 
    A tensor has `records` rows, one after the other. What a function takes of each is a structure of words of 64 bits. */
 
 #include "lengths.h"
+#include "tile.h"
 
 /* So many columns of a total stay in the nearest cache while the rows go by, four at a time. */
 #define COLUMNS 2048
 /* Rows are added up in runs, and the runs in the total, so that rounding errors stay small for many records. */
 #define RUN 64
+/* So many terms of a sum of products are added up in one go, and these in the total. */
+#define TERMS 256
+/* So many outputs at a time stay in the cache, once they are laid out tile by tile. */
+#define BLOCK 256
+/* With at most so many outputs or columns it takes longer to lay them out than to read them where they are. */
+#define NEAR 128
 
 FOR_EACH_PROCESSOR
 static void lengths_of(const float *restrict rows, int64_t width, int64_t records, double *restrict lengths) {
@@ -119,6 +126,103 @@ void clipless_add_rows(const struct weighted *sums, int64_t tensors, double scal
             if (column < end)
                 add_columns(sum->total, sum->rows, sum->factors, (float)scale, records, sum->width, sum->keeps, column,
                             end);
+        }
+    }
+}
+
+/* total [outputs,width] = Σ_b factor[b]·left[b]ᵀ·right[b]. */
+struct product {
+    float *total;
+    const float *left, *right, *factors;
+    int64_t rows, outputs, width, keeps;
+};
+
+/* Some columns of a run times the factors, if there are any, times the scale, with zeros up to PANEL of them. */
+INLINE void weighted_columns(const float *restrict right, const float *restrict factors, float scale, int64_t rows,
+                             int64_t width, int64_t columns, float *restrict room) {
+    for (int64_t b = 0; b < rows; b++, right += width, room += PANEL) {
+        float factor = factors ? factors[b] * scale : scale;
+        if (columns >= PANEL)
+            for (int64_t k = 0; k < PANEL; k++)
+                room[k] = right[k] * factor;
+        else
+            for (int64_t k = 0; k < PANEL; k++)
+                room[k] = k < columns ? right[k] * factor : 0;
+    }
+}
+
+/* Some outputs of a run as [outputs/ROWS,rows,ROWS]. */
+INLINE void lay_out(const float *restrict left, int64_t rows, int64_t apart, int64_t outputs, float *restrict room) {
+    for (int64_t o = 0; o < outputs; o += ROWS)
+        for (int64_t b = 0; b < rows; b++, room += ROWS)
+            if (outputs - o >= ROWS)
+                memcpy(room, left + b * apart + o, ROWS * sizeof *room);
+            else
+                memcpy(room, left + b * apart + o, (outputs - o) * sizeof *room);
+}
+
+/* The part of a sum from output `first` up to `last` and from column `from` up to `to`. */
+FOR_EACH_PROCESSOR
+static void add_part(const struct product *sum, float scale, int64_t first, int64_t last, int64_t from, int64_t to,
+                     float *restrict tiles) {
+    float columns[TERMS * PANEL];
+    if (!sum->rows && !sum->keeps)
+        for (int64_t o = first; o < last; o++)
+            memset(sum->total + o * sum->width + from, 0, (to - from) * sizeof *sum->total);
+    for (; first < last; first += BLOCK) {
+        int64_t outputs = last - first < BLOCK ? last - first : BLOCK;
+        for (int64_t run = 0; run < sum->rows; run += TERMS) {
+            int64_t rows = sum->rows - run < TERMS ? sum->rows - run : TERMS, apart = sum->outputs, tile = 1;
+            const float *left = sum->left + run * sum->outputs + first;
+            if (sum->outputs > NEAR && sum->width > NEAR) { /* else there need not be room */
+                lay_out(left, rows, apart, outputs, tiles);
+                left = tiles, apart = ROWS, tile = rows;
+            }
+            for (int64_t k = from; k < to; k += PANEL) {
+                weighted_columns(sum->right + run * sum->width + k, sum->factors ? sum->factors + run : 0, scale, rows,
+                                 sum->width, to - k, columns);
+                for (int64_t o = 0; o < outputs; o += ROWS)
+                    multiply(left + o * tile, 1, apart, columns, PANEL, rows, sum->total + (first + o) * sum->width + k,
+                             sum->width, to - k, outputs - o < ROWS ? outputs - o : ROWS, !run && !sum->keeps);
+            }
+        }
+    }
+}
+
+/* The share of `count` in pieces of `size` that a thread begins with. */
+static inline int64_t share(int64_t count, int64_t size, int64_t thread, int64_t threads) {
+    int64_t begin = (count + size - 1) / size * thread / threads * size;
+    return begin < count ? begin : count;
+}
+
+/* What is in a total is kept, or not. Every thread has an equal share of the outputs of each sum, or of its columns if there are
+   more of these, and room for [BLOCK,TERMS] in the memory, if one has more outputs and columns than are near. */
+void clipless_add_products(const struct product *sums, int64_t count, double scale, float *memory, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t thread = 0; thread < threads; thread++) {
+        float *tiles = memory + thread * TERMS * BLOCK;
+        for (const struct product *sum = sums; sum < sums + count; sum++)
+            if (sum->width > sum->outputs)
+                add_part(sum, (float)scale, 0, sum->outputs, share(sum->width, PANEL, thread, threads),
+                         share(sum->width, PANEL, thread + 1, threads), tiles);
+            else
+                add_part(sum, (float)scale, share(sum->outputs, ROWS, thread, threads),
+                         share(sum->outputs, ROWS, thread + 1, threads), 0, sum->width, tiles);
+    }
+}
+
+/* made [records,outputs,width] = Σ_t left[b,t]ᵀ·right[b,t], and the squared length of each record. The memory is as above. */
+void clipless_write_products(const float *left, const float *right, float *made, double *squares, int64_t records,
+                             const int64_t *sizes, float *memory, int64_t threads) {
+    int64_t rows = sizes[0], outputs = sizes[1], width = sizes[2];
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t thread = 0; thread < threads; thread++) {
+        float *tiles = memory + thread * TERMS * BLOCK;
+        for (int64_t b = thread * records / threads; b < (thread + 1) * records / threads; b++) {
+            struct product one = {made + b * outputs * width, left + b * rows * outputs, right + b * rows * width, 0, rows,
+                                  outputs, width, 0};
+            add_part(&one, 1.0f, 0, outputs, 0, width, tiles);
+            lengths_of(one.total, outputs * width, 1, squares + b);
         }
     }
 }

@@ -1,11 +1,10 @@
-"""Rows of many tensors in one call: their squared lengths, and sums of them by weights.
+"""Rows of many tensors in one call: their squared lengths, and sums of them, or of their outer products, by weights.
 
 Most parameters are small, and several calls of torch for each take longer than all the arithmetic. rows.c does it for
 float32 in main memory; torch does the same, tensor by tensor, for everything else and where nothing was compiled.
 """
 
 import ctypes
-import functools
 import itertools
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -13,40 +12,39 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from clipless.native.library import COUNT, POINTER, WORTH_A_THREAD, checked, function, threads
+from clipless.native.by_torch import (
+    Product,
+    Term,
+    Weighted,
+    norms_by_torch,
+    products_by_torch,
+    squares_by_torch,
+    sums_by_torch,
+    written_by_torch,
+)
+from clipless.native.library import COUNT, POINTER, WORTH_A_THREAD, checked, function, threads, wave
 
-# So many columns are added up in the rows' own type.
-BLOCK = 1024
-# Squares below this lose digits to underflow in float32.
-UNDERFLOW = 1e-30
 # So few numbers are not worth a second thread, nor the question whether there is one.
 FEW = WORTH_A_THREAD // 4
-
-
-class Weighted(NamedTuple):
-    """A sum to be made: total [n] = beta·total + Σ_b factors[b]·rows[b], in place; with beta = 0 whatever was there is
-    forgotten."""
-
-    total: Tensor  # [...], n numbers
-    rows: Tensor  # [b,...], n numbers of each record
-    factors: Tensor  # [b]
-    beta: int
-
-
-# The number of a group, of a tensor, and of another tensor or -1.
-Term = tuple[int, int, int]
+# As in the source: how many terms and outputs are taken at a time, and with how many outputs or columns they need no room.
+TERMS, BLOCK, NEAR = 256, 256, 128
+# So many products take as long as a byte that is read.
+OPERATIONS = 4
+# With fewer positions torch writes out what a record adds up to.
+FEWEST = 2
 
 
 class Rows(NamedTuple):
-    """The compiled functions. They take contiguous float32 tensors in main memory, all with the same number of rows; for
-    anything else they return None or False, and nothing was done."""
+    """The compiled functions. They take contiguous float32 tensors in main memory, all but `add_products` with the same
+    number of rows; for anything else they return None or False, and nothing was done."""
 
     squares: Callable[[Sequence[Tensor], Sequence[Term], int], Tensor | None]
     norms: Callable[[Tensor, torch.dtype, float, float], tuple[Tensor, bool] | None]
     add_rows: Callable[[Sequence[Weighted], float], bool]
+    add_products: Callable[[Sequence[Product], float], bool]
+    write_products: Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]
 
 
 def squared_lengths(rows: Sequence[Tensor]) -> Tensor:
@@ -96,52 +94,32 @@ def add_rows(sums: Sequence[Weighted], scale: float = 1.0) -> None:
         sums_by_torch(sums, scale)
 
 
-def squares_by_torch(rows: Sequence[Tensor], terms: Sequence[Term], groups: int) -> Tensor:
-    lengths = torch.stack([_lengths(flat(tensor)) for tensor in rows])
-    which, one, other = torch.tensor(terms, device=lengths.device).unbind(1)
-    added = lengths[one] * torch.where((other < 0).unsqueeze(1), 1.0, lengths[other])
-    return lengths.new_zeros(groups, lengths.shape[1]).index_add_(0, which, added)
+def add_products(sums: Sequence[Product], scale: float = 1.0) -> None:
+    """Make all these sums, with all factors times a scale.
+
+    >>> total = torch.full((1, 2), torch.nan)
+    >>> add_products([Product(total, torch.ones(2, 1), torch.eye(2), torch.tensor([3.0, 4.0]), beta=0)])
+    >>> total
+    tensor([[3., 4.]])
+    """
+    fast = compiled()
+    if fast is None:
+        products_by_torch(sums, scale)
+    elif not fast.add_products(sums, scale):
+        for each in sums:
+            if len(sums) == 1 or not fast.add_products([each], scale):
+                products_by_torch([each], scale)
 
 
-def norms_by_torch(squared: Tensor, dtype: torch.dtype, scale: float, least: float) -> tuple[Tensor, bool]:
-    found = squared.to(dtype).sqrt_()
-    usual = not found.numel()
-    if not usual:
-        lowest, highest = found.aminmax()  # a norm that is NaN makes both NaN, and no comparison true
-        usual = float(lowest) > least and float(highest) < torch.inf
-    if not usual:
-        found = F.threshold(found.nan_to_num_(nan=torch.inf, posinf=torch.inf), least, 0.0)
-    return found.mul_(scale), usual
+def written_out(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_t left[b,t]ᵀ·right[b,t] for each record, [b,o,i], and their squared lengths [b], for [b,t,o] and [b,t,i].
 
-
-def flat(tensor: Tensor) -> Tensor:
-    """[b,...] as [b,n]."""
-    return tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
-
-
-def _lengths(rows: Tensor) -> Tensor:
-    """`vector_norm` is much faster than a sum of squares, but adds up in the rows' own type: so by blocks of columns, which
-    are then added up in float64. Rows whose squares could be lost are squared in float64."""
-    whole, wide = rows.shape[1] - rows.shape[1] % BLOCK, widest(rows.device)
-    parts = [rows[:, :whole].unflatten(1, (-1, BLOCK)), rows[:, whole:].unsqueeze(1)] if whole else [rows.unsqueeze(1)]
-    squares = sum(torch.linalg.vector_norm(part, dim=2).to(wide).square().sum(1) for part in parts)
-    assert isinstance(squares, Tensor)
-    tiny = squares < rows.shape[1] * UNDERFLOW
-    if rows.dtype != torch.float64 and tiny.any():
-        squares[tiny] = rows[tiny].to(wide).square().sum(1)
-    return squares
-
-
-def sums_by_torch(sums: Sequence[Weighted], scale: float) -> None:
-    for total, rows, factors, beta in sums:
-        line = total.view(-1)
-        torch.addmv(line, flat(rows).mT, (factors * scale).to(rows.dtype), beta=beta, out=line)
-
-
-@functools.lru_cache(maxsize=64)
-def widest(device: torch.device) -> torch.dtype:
-    """The most exact type that a device has."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    >>> written_out(torch.ones(1, 3, 1), torch.tensor([[[1.0, 0.0], [2.0, 0.0], [0.0, 4.0]]]))
+    (tensor([[[3., 4.]]]), tensor([25.], dtype=torch.float64))
+    """
+    fast = compiled() if left.shape[1] >= FEWEST else None
+    found = None if fast is None else fast.write_products(left.contiguous(), right.contiguous())
+    return written_by_torch(left, right) if found is None else found
 
 
 def build(library: Path) -> Rows | None:
@@ -149,14 +127,16 @@ def build(library: Path) -> Rows | None:
     square = function(library, "clipless_squares", POINTER, COUNT, *[POINTER] * 2, COUNT, POINTER, *[COUNT] * 3)
     root = function(library, "clipless_norms", *[POINTER] * 2, COUNT, *[ctypes.c_double] * 2, POINTER)
     add = function(library, "clipless_add_rows", POINTER, COUNT, ctypes.c_double, *[COUNT] * 2)
-    if square is None or root is None or add is None:
+    multiply = function(library, "clipless_add_products", POINTER, COUNT, ctypes.c_double, POINTER, COUNT)
+    write = function(library, "clipless_write_products", *[POINTER] * 4, COUNT, *[POINTER] * 2, COUNT)
+    if square is None or root is None or add is None or multiply is None or write is None:
         return None
 
     def squares(rows: Sequence[Tensor], terms: Sequence[Term], groups: int) -> Tensor | None:
         listed: list[int] = []
         count, records, numbers = len(rows), rows[0].shape[0], 0
         for tensor in rows:
-            if not fits(tensor) or tensor.shape[0] != records:
+            if not fit(tensor) or tensor.shape[0] != records:
                 return None
             listed += (tensor.data_ptr(), tensor.numel() // max(records, 1))
             numbers += tensor.numel()
@@ -175,11 +155,16 @@ def build(library: Path) -> Rows | None:
         root(squared.data_ptr(), found.data_ptr(), found.numel(), scale, least, ctypes.byref(unusual))
         return found, not unusual.value
 
-    return Rows(squares, norms, _rows(add))
+    return Rows(squares, norms, _rows(add), _products(multiply), _written(write))
 
 
-def fits(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+def fit(*tensors: Tensor) -> bool:
+    """Whether the compiled functions take these."""
+    for each in tensors:  # a generator would take as long again
+        if each.dtype is torch.float32 and each.is_cpu and each.is_contiguous():
+            continue
+        return False
+    return True
 
 
 def _rows(add: Callable[..., None]) -> Callable[[Sequence[Weighted], float], bool]:
@@ -189,8 +174,8 @@ def _rows(add: Callable[..., None]) -> Callable[[Sequence[Weighted], float], boo
         records, numbers = sums[0].rows.shape[0], 0
         for total, rows, weights, beta in sums:
             width = total.numel()
-            suits = fits(total) and fits(rows) and rows.shape[0] == records and rows.numel() == records * width
-            if not suits or (weights is not last and not (fits(weights) and weights.shape == (records,))):
+            suits = fit(total, rows) and rows.shape[0] == records and rows.numel() == records * width
+            if not suits or (weights is not last and not (fit(weights) and weights.shape == (records,))):
                 return False
             last = weights  # one tensor for all sums of a group
             listed += (total.data_ptr(), rows.data_ptr(), weights.data_ptr(), width, beta)
@@ -202,7 +187,63 @@ def _rows(add: Callable[..., None]) -> Callable[[Sequence[Weighted], float], boo
     return add_rows
 
 
+def _products(multiply: Callable[..., None]) -> Callable[[Sequence[Product], float], bool]:
+    def add_products(sums: Sequence[Product], scale: float) -> bool:
+        last: Tensor | None = None
+        listed: list[int] = []
+        numbers, largest = 0, 0
+        for total, left, right, weights, beta in sums:
+            outputs, width = total.shape
+            rows = left.shape[0]
+            sizes = (left.numel(), right.shape[0], right.numel(), *weights.shape)
+            suits = fit(total, left, right) and (weights is last or fit(weights))
+            if not suits or sizes != (rows * outputs, rows, rows * width, rows):
+                return False
+            last = weights
+            places = (total.data_ptr(), left.data_ptr(), right.data_ptr(), weights.data_ptr())
+            listed += (*places, rows, outputs, width, beta)
+            numbers += rows * outputs * width
+            largest = max(largest, min(outputs, width))
+        memory, workers = array("q", listed), _workers(numbers)
+        room = _room(total, largest, workers)
+        multiply(memory.buffer_info()[0], len(sums), scale, 0 if room is None else room.data_ptr(), workers)
+        return True
+
+    return add_products
+
+
+def _written(write: Callable[..., None]) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    def write_products(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor] | None:
+        records, rows, outputs = left.shape
+        width = right.shape[2]
+        if not fit(left, right) or right.shape[:2] != left.shape[:2]:
+            return None
+        made = left.new_empty(records, outputs, width)
+        squares = left.new_empty(records, dtype=torch.float64)
+        workers = max(1, min(records, _workers(left.numel() * width)))
+        room, sizes = _room(left, min(outputs, width), workers), (COUNT * 3)(rows, outputs, width)
+        places = [tensor.data_ptr() for tensor in (left, right, made, squares)]
+        write(*places, records, sizes, 0 if room is None else room.data_ptr(), workers)
+        return made, squares
+
+    return write_products
+
+
+def _workers(products: int) -> int:
+    work = products // OPERATIONS
+    return 1 if work < WORTH_A_THREAD else threads(work)
+
+
+def _room(like: Tensor, size: int, workers: int) -> Tensor | None:
+    return like.new_empty(workers * TERMS * BLOCK) if size > NEAR else None
+
+
 def _pairs(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
+    yield from _pairs_of_rows(ours)
+    yield from _pairs_of_products(ours)
+
+
+def _pairs_of_rows(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
     """For numbers of rows and columns that fill no block."""
     for records, beta in itertools.product((1, 4, 11), (0, 1)):
         rows = [torch.linspace(-3, 3, records * width).sin().view(records, width) for width in (1, 21, 2100, 70000)]
@@ -222,6 +263,27 @@ def _pairs(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
         rooted = ours.norms(some.clone(), torch.float32, 3.0, 1e-15)
         expected, usual = norms_by_torch(some.clone(), torch.float32, 3.0, 1e-15)
         yield (torch.full_like(expected, torch.nan) if rooted is None or rooted[1] != usual else rooted[0]), expected
+
+
+def _pairs_of_products(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
+    """For sizes that fill no tile and no block, more rows, outputs and columns than are taken at a time, and more columns
+    than outputs; a total that is kept and one that is not."""
+    sizes = ((1, 1, 1), (64, 9, 37), (131, 16, 32), (270, 270, 133), (5, 7, 300), (0, 3, 2))
+    for beta in (0, 1):
+        found, expected = ([_example(*size, beta) for size in sizes] for _ in range(2))
+        ours.add_products(found, 0.7)
+        products_by_torch(expected, 0.7)
+        yield from ((a.total, b.total) for a, b in zip(found, expected, strict=True))
+    for b, t, o, i in ((2, 5, 9, 40), (3, 20, 140, 130)):
+        left, right = wave(b, t, o), wave(b, t, i).add_(1)
+        made, squares = written_by_torch(left, right)
+        pair = ours.write_products(left, right) or (made * torch.nan, squares)
+        yield from zip(pair, (made, squares), strict=True)
+
+
+def _example(rows: int, outputs: int, width: int, beta: int) -> Product:
+    total = torch.full((outputs, width), 1.0 if beta else torch.nan)
+    return Product(total, wave(rows, outputs), wave(rows, width).add_(1), torch.linspace(0, 1, rows), beta)
 
 
 compiled = checked(build, _pairs, rtol=1e-5, atol=1e-5)

@@ -24,7 +24,7 @@ from clipless.errors import InvalidArgument
 from clipless.gradients import matrix_products
 from clipless.gradients.layers import conv_rows, norm_sums
 from clipless.gradients.recurrent import compiled_lstm
-from clipless.native import gram, products, rows
+from clipless.native import gram, rows
 from clipless.noise import keys, source
 from clipless.processor import processor
 
@@ -117,14 +117,14 @@ SWITCHES: Mapping[str, Switch] = {
     "norm_sums": Switch("scale and shift of layer norms, `layer_norm.c`", ("encoder", "decoder"), _nothing(norm_sums)),
     "conv_rows": Switch("gradients of convolutions, `conv.c`", ("cnn", "resnet18"), _nothing(conv_rows)),
     "add_products": Switch(
-        "sums of outer products, `products.c`",
+        "sums of outer products, `rows.c`",
         ("tabular", "mlp", "lstm", "encoder", "decoder"),
-        lambda: _without(products, add=lambda sums, scale: False),
+        lambda: _without(rows, add_products=lambda sums, scale: False),
     ),
     "write_products": Switch(
-        "sums of outer products for each record, `products.c`",
+        "the same for each record, `rows.c`",
         ("encoder", "decoder"),
-        lambda: _without(products, write=lambda left, right: None),
+        lambda: _without(rows, write_products=lambda left, right: None),
     ),
     "ghost_norms": Switch("norms from Gram matrices, `gram.c`", ("encoder", "decoder"), _nothing(gram)),
     "lstm": Switch("LSTMs through time, `lstm.c`", ("lstm",), _nothing(compiled_lstm)),

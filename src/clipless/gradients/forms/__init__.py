@@ -21,7 +21,7 @@ from clipless.gradients.forms.scattered import Scattered
 from clipless.gradients.forms.stacked import Stacked, transposed
 from clipless.gradients.forms.standardised import Products, Scales, Standardisation, Standardised, can_be_scaled
 from clipless.gradients.forms.tied import Tied
-from clipless.native.rows import widest
+from clipless.native.by_torch import widest
 
 __all__ = [
     "Addend",

@@ -14,8 +14,8 @@ from torch import Tensor
 from clipless.gradients.forms.cancellation import never_too_small
 from clipless.gradients.forms.form import Cost, Form, NoChoice
 from clipless.native import gram
-from clipless.native.products import Product, add_products, written_out
-from clipless.native.rows import Term, Weighted, add_rows, squared_lengths, squares, widest
+from clipless.native.by_torch import Product, Term, Weighted, widest
+from clipless.native.rows import add_products, add_rows, squared_lengths, squares, written_out
 
 FEW = 2**14
 # How many numbers are written out at a time when norms are recomputed in float64.

@@ -11,7 +11,7 @@ from torch import Tensor
 from clipless.gradients.forms.cancellation import never_too_small
 from clipless.gradients.forms.dense import kept, scaled, sq_norm
 from clipless.gradients.forms.form import NoChoice
-from clipless.native.rows import widest
+from clipless.native.by_torch import widest
 
 # At most so many numbers of a record are summed in their own type.
 RUN = 1024

@@ -17,7 +17,7 @@ from clipless.gradients.forms.cancellation import never_too_small
 from clipless.gradients.forms.dense import Instantiated, OuterProducts, kept, sq_norm
 from clipless.gradients.forms.form import Cost, Form, NoChoice
 from clipless.gradients.forms.rearranged import Rearranged
-from clipless.native.rows import widest
+from clipless.native.by_torch import widest
 
 
 @dataclass(frozen=True)

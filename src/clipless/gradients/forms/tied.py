@@ -14,7 +14,7 @@ from clipless.gradients.forms.cancellation import never_too_small
 from clipless.gradients.forms.dense import Instantiated, OuterProducts, product_methods, sq_norm
 from clipless.gradients.forms.form import Cost, Form
 from clipless.gradients.forms.scattered import Scattered
-from clipless.native.rows import widest
+from clipless.native.by_torch import widest
 
 
 class Tied:
