@@ -1,4 +1,4 @@
-"""Matrix products of the engine, by whichever of torch's two libraries is faster on this processor.
+"""Matrix products of recurrent layers, by whichever of torch's two libraries is faster on this processor.
 
 torch multiplies by MKL, which runs on AMD's processors what it has for vectors of 256 bits. From Zen 5 on they compute 512
 at a time, and oneDNN, with which torch computes convolutions, is twice as fast there. Which library it is depends on the

@@ -95,8 +95,8 @@ INLINE void surround_innermost(const struct sizes *s, const float *restrict inpu
                       padded + ((c / LANES * height + y + s->above) * width + s->left) * LANES + c % LANES, LANES);
 }
 
-/* made [count,kernel,LANES] at some places of the kernel, or without wide registers, with none, at one, from what LANES channels have at the first of them, the distances of
-   the others, and the gradient of `count` outputs. */
+/* made [count,kernel,LANES] at some places of the kernel, only one of them without wide registers, from what LANES channels have
+   `apart` from the first position, and the gradient of `count` outputs. */
 INLINE void some_places(const int places, const struct sizes *s, const float *restrict seen, const int64_t *restrict apart,
                         int64_t width, const float *restrict grad, int count, float *restrict made, int64_t kernel) {
     int64_t together = s->columns < PART ? PART / s->columns : 1, positions = s->rows * s->columns;
@@ -106,7 +106,7 @@ INLINE void some_places(const int places, const struct sizes *s, const float *re
                                   s->rows - top < together ? s->rows - top : together, s->columns, s->down * width * LANES};
             const float *from = seen + (top * s->down * width + x * s->right) * LANES, *of_outputs = grad + top * s->columns + x;
             int first = !top && !x;
-            if (places)
+            if (REGISTER_BITS == 512)
                 product_by_512(places, of_outputs, positions, from, apart, &terms, made, kernel * LANES, places * LANES, count,
                                first);
             else
@@ -130,9 +130,7 @@ INLINE void by_channels(const struct sizes *s, const float *restrict input, cons
                 for (int64_t place = 0; place < PLACES; place++)
                     apart[place] = ((k + place) / s->wide * s->apart_v * width + (k + place) % s->wide * s->apart_u) * LANES;
                 places = wide && kernel - k >= PLACES ? PLACES : 1;
-                if (!wide)
-                    some_places(0, s, seen, apart, width, of_outputs, count, tile + k * LANES, kernel);
-                else if (places == PLACES)
+                if (places == PLACES)
                     some_places(PLACES, s, seen, apart, width, of_outputs, count, tile + k * LANES, kernel);
                 else
                     some_places(1, s, seen, apart, width, of_outputs, count, tile + k * LANES, kernel);

@@ -78,7 +78,9 @@ def _refuse_unfit(acts: Tensor, grads: Tensor, weight: Sequence[int], how: Geome
     ):
         fit = fit and (positions - 1) * stride + (kernel - 1) * apart < size + 2 * pad
     if not fit:
-        raise ValueError(f"gradients {tuple(grads.shape)} are not those of a convolution of {tuple(acts.shape)}.")
+        raise ValueError(
+            f"gradients {tuple(grads.shape[1:])} are not those of a convolution of {tuple(acts.shape[1:])}."
+        )
 
 
 def _two(sizes: Sequence[int], missing: int) -> tuple[int, int]:

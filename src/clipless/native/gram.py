@@ -29,13 +29,11 @@ def build(library: Path) -> GhostNorms | None:
         given = [_side_by_side(rows) for rows in (*inputs, grads)]
         records, positions, _ = grads.shape
         if any(rows.shape[:2] != grads.shape[:2] for rows in given):
-            raise ValueError(
-                f"inputs {[tuple(a.shape) for a in inputs]} and gradients {tuple(grads.shape)} do not fit."
-            )
+            raise ValueError("inputs and gradients do not fit together.")
         words = [word for rows in given for word in (rows.data_ptr(), *rows.stride()[:2], rows.shape[2])]
         share = whole(positions, LANES) * (2 * STRIP + RUN)
         workers = max(1, min(records, threads(positions * sum(rows.nbytes for rows in given))))
-        found = torch.empty(len(inputs), records, 4, dtype=torch.float64)
+        found = torch.empty(len(inputs), records, 4, dtype=torch.float64, device="cpu")
         memory = grads.new_empty(workers * share)
         matrices = (COUNT * len(words))(*words)
         run(matrices, len(inputs), records, positions, found.data_ptr(), memory.data_ptr(), share, workers)

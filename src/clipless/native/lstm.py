@@ -53,7 +53,7 @@ def build(library: Path) -> Passes | None:
             raise ValueError("gradients of the states do not fit the layer.")
         if grad is not None:
             if grad.shape != (t, b, width):
-                raise ValueError(f"the output's gradient is {tuple(grad.shape)} instead of {(t, b, width)}.")
+                raise ValueError("the output's gradient does not fit the layer.")
             grad = grad if grad.stride(2) == 1 else grad.contiguous()
         numbers, sizes = _checked(steps, weights, *((0, 0) if grad is None else grad.stride()[:2]), to_state)
         panels = weights.new_empty(whole(width, PANEL) * 4 * width)
@@ -65,16 +65,17 @@ def build(library: Path) -> Passes | None:
 
 
 def _checked(steps: SavedSteps, weights: Tensor, *more: int) -> tuple[Array[c_int64], Array[c_int64]]:
-    """Sizes as the compiled code takes them. Raises if they do not fit together: it would write past the end of a tensor."""
+    """Sizes as the compiled code takes them. Raises if they do not fit together: it would write past the end of a tensor. No
+    message tells the number of records, which is private."""
     t, b, width = steps.tanh_c.shape
     expected = ((t, b, 4 * width), (t + 1, b, width), (t + 1, b, width), (4 * width, width))
     tensors = (steps.gates, steps.hidden, steps.cells, weights)
     if tuple(tuple(tensor.shape) for tensor in tensors) != expected or len(steps.sizes) != t:
-        raise ValueError(f"{[tuple(tensor.shape) for tensor in tensors]} do not fit {len(steps.sizes)} positions.")
+        raise ValueError("what the layer has saved does not fit its weights.")
     if not all(tensor.is_contiguous() for tensor in (*tensors, steps.tanh_c)):
         raise ValueError("the compiled code takes tensors without gaps.")
     if not all(0 <= n <= b for n in steps.sizes):
-        raise ValueError(f"some positions have more than {b} records.")
+        raise ValueError("some positions have more records than the layer.")
     numbers = (t, b, width, steps.reverse, *more)
     return (COUNT * len(numbers))(*numbers), (COUNT * t)(*steps.sizes)
 

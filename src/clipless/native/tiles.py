@@ -1,4 +1,4 @@
-"""How many numbers the compiled products take at a time, as in tile.h and panels.h."""
+"""How many numbers the compiled products take at a time, as in tile.h."""
 
 LANES, ROWS = 16, 8
 PANEL = 2 * LANES

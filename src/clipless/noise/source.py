@@ -136,7 +136,7 @@ def _normals(key: bytearray, count: int) -> Tensor:
     fast = compiled()
     if fast is None:
         return torch.from_numpy(standard_normals(key, count))
-    numbers = torch.empty(-(-count // CHUNK) * CHUNK, dtype=torch.float64)
+    numbers = torch.empty(-(-count // CHUNK) * CHUNK, dtype=torch.float64, device="cpu")
     fast.normals(key, numbers, 0)
     return numbers[:count]
 

@@ -145,10 +145,11 @@ class OuterProducts:
         fast = gram.compiled() if gram.fit(inputs, grads) else None
         each = gram.by_torch(inputs, grads) if fast is None else fast(inputs, grads)
         for form, found in zip(both[1:], each[1:], strict=True):
-            form.ghost = form._with_losses(found)
-        return self._with_losses(each[0])
+            form.ghost = form._ghost_of(found)
+        return self._ghost_of(each[0])
 
-    def _with_losses(self, found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _ghost_of(self, found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From the four numbers of every record, [b,4]."""
         squares, lengths, most_a, most_g = found.unbind(1)
         _, t, i = self.acts.shape
         error = torch.finfo(self.acts.dtype).tiny * t * t * max(i, self.grads.shape[2]) * (most_a + most_g)

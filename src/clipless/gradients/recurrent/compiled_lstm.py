@@ -57,12 +57,12 @@ def _both_ways(
     if passes is None:
         forward_by_steps(trace, prepared, sizes)
     else:
-        passes.forward(trace.compiled(sizes), weights.hh)
+        passes.forward(trace.saved_steps(sizes), weights.hh)
     forward = [hidden.clone(), cells.clone()]
     if passes is None:
         back_by_steps(trace, grad, of_states, sizes, to_state)
     else:
-        passes.back(trace.compiled(sizes), weights.hh, grad, of_states, to_state)
+        passes.back(trace.saved_steps(sizes), weights.hh, grad, of_states, to_state)
     return [*forward, gates, *of_states[not to_state :]]
 
 

@@ -114,7 +114,7 @@ def _forward(cell: Cell, weights: Weights, x: Tensor, start: HiddenState, sizes:
     for buffer, value in zip(states, start, strict=True):
         buffer[-1 if reverse else 0] = value
     if passes is not None:
-        passes.forward(trace.compiled(sizes), weights.hh.contiguous())
+        passes.forward(trace.saved_steps(sizes), weights.hh.contiguous())
     else:
         forward_by_steps(trace, prepared, sizes)
     return trace
@@ -127,7 +127,7 @@ def _back(trace: Trace, grad: Tensor | None, final: HiddenState, sizes: list[int
     state = tuple(part.clone(memory_format=torch.contiguous_format) for part in final)
     if trace.passes is None:
         return back_by_steps(trace, grad, state, sizes, to_state)
-    trace.passes.back(trace.compiled(sizes), trace.weights.hh.contiguous(), grad, state, to_state)
+    trace.passes.back(trace.saved_steps(sizes), trace.weights.hh.contiguous(), grad, state, to_state)
     return LayerGradients(trace.gates, trace.gates, None, state)
 
 

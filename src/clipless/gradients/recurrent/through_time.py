@@ -57,7 +57,7 @@ class Trace(NamedTuple):
         """The positions in the order of this direction."""
         return range(len(self.x))[:: -1 if self.reverse else 1]
 
-    def compiled(self, sizes: Sequence[int]) -> SavedSteps:
+    def saved_steps(self, sizes: Sequence[int]) -> SavedSteps:
         """What it saves as the compiled passes take it."""
         assert self.cells is not None
         assert self.extra is not None
