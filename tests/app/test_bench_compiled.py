@@ -24,8 +24,9 @@ from clipless.app.bench.timing import Series
 from clipless.app.bench.ways import PLAIN, WAYS, Runner
 from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
-from clipless.gradients import kernels, matrix_products
+from clipless.gradients import kernels
 from clipless.gradients.checks.self_check import SelfCheck
+from clipless.gradients.recurrent import matrix_products
 from clipless.native import LIBRARY, conv, gram, layer_norm, library, lstm, rows
 from clipless.native import noise as native_noise
 from clipless.noise import adding, keys

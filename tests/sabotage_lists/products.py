@@ -2,7 +2,7 @@
 
 from sabotage_lists.one import Sabotage
 
-PRODUCTS, TESTS = "gradients/matrix_products.py", "tests/gradients/test_matrix_products.py"
+PRODUCTS, TESTS = "gradients/recurrent/matrix_products.py", "tests/gradients/recurrent/test_matrix_products.py"
 WEIGHTED = "tests/native/test_products.py::test_a_weighted_sum_of_outer_products"
 
 SABOTAGES = (

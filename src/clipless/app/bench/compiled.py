@@ -21,9 +21,8 @@ from clipless.app.bench.timing import Series, interleave
 from clipless.app.bench.ways import WAYS, InputsAndLabels, Runner
 from clipless.clipping import auto_s
 from clipless.errors import InvalidArgument
-from clipless.gradients import matrix_products
 from clipless.gradients.layers import conv_rows, norm_sums
-from clipless.gradients.recurrent import compiled_lstm
+from clipless.gradients.recurrent import compiled_lstm, matrix_products
 from clipless.native import gram, rows
 from clipless.noise import keys, source
 from clipless.processor import processor

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from clipless.gradients.matrix_products import add_product
+from clipless.gradients.recurrent.matrix_products import add_product
 
 Recurrent = nn.RNNBase | nn.RNNCellBase
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipless.gradients.matrix_products import product
 from clipless.gradients.recurrent.cells import Cell, Weights
 from clipless.gradients.recurrent.compiled_lstm import suited
+from clipless.gradients.recurrent.matrix_products import product
 from clipless.gradients.recurrent.through_time import (
     HiddenState,
     LayerGradients,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipless.gradients.matrix_products import add_product
 from clipless.gradients.recurrent.cells import Cell, StepGradients, TimeStep, Weights
+from clipless.gradients.recurrent.matrix_products import add_product
 from clipless.native.lstm import Passes, SavedSteps
 
 HiddenState = tuple[Tensor, ...]  # (h,), for an LSTM (h, c)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import clipless
 from clipless import oracle
-from clipless.gradients import matrix_products as products
 from clipless.gradients.layers import conv_rows
+from clipless.gradients.recurrent import matrix_products as products
 from clipless.native.conv import Geometry
 from clipless.processor import AMD, Processor, processor_of
 
