@@ -12,7 +12,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src" / "clipless"
 FILES = sorted(SOURCE.rglob("*.py"))
-MOST_LINES, MOST_FUNCTION_LINES = 300, 50
+MOST_LINES, MOST_FUNCTION_LINES = 500, 50
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"arrays", "errors", "rounding"}),

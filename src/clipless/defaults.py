@@ -2,7 +2,6 @@
 
 CLIPPING = "auto-s"
 ACCOUNTANT = "pld"
-LOSS_REDUCTION = "mean"
 
 GAMMA = 0.01
 THRESHOLD = 1.0

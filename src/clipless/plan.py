@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipless import defaults
 from clipless.accounting import ACCOUNTANTS, Ledger, StepEvent
 from clipless.clipping import Clipping
 from clipless.noise_schedule import NoiseSchedule, relative_noise
@@ -41,7 +40,7 @@ class PrivacyPlan:
     groups: Partition
     dimensions: tuple[int, ...]
     projections: int | None = None
-    loss_reduction: str = defaults.LOSS_REDUCTION
+    loss_reduction: str | None = None
     noise: str = "secure"
     sampling: str = "poisson"
     unit_gradients: bool = False

@@ -29,13 +29,14 @@ def make_plan(
     schedule: Schedule,
     groups: Partition,
     dimensions: tuple[int, ...],
-    loss_reduction: str,
+    loss_reduction: str | None,
     noise: str,
     projections: int | None = None,
     unit_gradients: bool = False,
 ) -> PrivacyPlan:
     """Check the numbers, fill in the defaults, and compute the noise multiplier or ε, whichever is not given."""
-    named("loss_reduction", loss_reduction, dict.fromkeys(LOSS_REDUCTIONS))
+    if loss_reduction is not None:
+        named("loss_reduction", loss_reduction, dict.fromkeys(LOSS_REDUCTIONS))
     named("accountant", accountant, ACCOUNTANTS)
     batch = _expected_batch(batch_size, dataset_size)
     per_pass = defaults.steps_per_pass(dataset_size, batch)

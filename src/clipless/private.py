@@ -1,7 +1,7 @@
 """make_private, which puts the parts together, and one private step from top to bottom."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from clipless import defaults, heap, refusals
+from clipless.clipped import LossFunction
 from clipless.clipping import Clipping
 from clipless.closures import Arguments, within_own_step
 from clipless.distributed import (
@@ -37,7 +38,7 @@ from clipless.plan import PrivacyPlan
 from clipless.planning import make_plan
 from clipless.preflight import refuse_unsound
 from clipless.sampling.fetching import Fetcher, fetcher, source_of
-from clipless.sampling.loader import Batch, PoissonSampler, PrivateLoader
+from clipless.sampling.loader import Batch, Parts, PoissonSampler, PrivateLoader
 from clipless.saved_run import SavedRun
 from clipless.stepping import Guard, clear_gradients, unstepped
 
@@ -58,7 +59,7 @@ def make_private(
     steps: int | None = None,
     clipping: str | Clipping | Schedule = "auto-s",
     accountant: str = "pld",
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     noise: str | None = None,
     seed: int | None = None,
     allow_overspend: bool = False,
@@ -211,9 +212,34 @@ class Private(SavedRun):
 
     def open_part(self, records: int) -> None:
         """Begin a micro-batch of this many records."""
-        self._engine.open(records, averaged=self.plan.loss_reduction == "mean")
+        reduction = self.plan.loss_reduction
+        self._engine.open(records, averaged=None if reduction is None else reduction == "mean")
 
     # One step.
+
+    def step(self, record_losses: LossFunction, batch: Any) -> None:
+        """Take one private step: zero_grad(), forward, backward, noise, optimizer.step(). Returns nothing.
+
+        In the first steps, and now and then, the function is called again, on the same batch and on some of its records: it
+        must keep nothing from call to call, and give each record the loss that it would have alone.
+
+        Args:
+            record_losses: `record_losses(model, batch)` returns one loss for each record, (B,).
+            batch: What `private.loader` yields, or what `private.loader.microbatches(n)` yields for a batch.
+        """
+        self._optimizer.zero_grad()
+        for part in batch if isinstance(batch, Parts) else self._split(batch):
+            self.accumulate(record_losses, part)
+        self._optimizer.step()
+
+    def accumulate(self, record_losses: LossFunction, part: Any) -> None:
+        """Forward and backward of one micro-batch, with the checks of `step`, for trainers that call `optimizer.step()`
+        themselves."""
+        self._engine.run(record_losses, part, self.loader.newest)
+
+    def _split(self, batch: Any) -> Iterator[Any]:
+        """The batch in micro-batches, if it is to be split."""
+        yield batch
 
     def backward(self, losses: Tensor) -> None:
         """Run the backward pass from one loss per record, (B,). Losses that couple records are refused."""

@@ -1,8 +1,11 @@
 """The engine: a façade over hooks, receiver, checks and sums."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from clipless.clipped import LossFunction
 from clipless.errors import InvalidArgument, InvalidType, Misuse
 from clipless.gradients.capture.hooks import Hooks
 from clipless.gradients.capture.micro_batch import MicroBatch
@@ -10,11 +13,13 @@ from clipless.gradients.capture.model_map import ModelMap
 from clipless.gradients.capture.receiver import Receiver
 from clipless.gradients.capture.recorder import Recorder
 from clipless.gradients.capture.watch import StateWatch
+from clipless.gradients.checks.leaves import refuse_foreign_leaves
 from clipless.gradients.checks.self_check import SelfCheck
 from clipless.gradients.kernels import Kernels
 from clipless.gradients.shards import Shards, refuse_sharded
 from clipless.gradients.sums import ClippedSums, Factors, Observe
 from clipless.partition import Partition
+from clipless.sampling.loader import DrawnPart
 
 
 class Engine:
@@ -47,9 +52,11 @@ class Engine:
         self.receiver = receiver(self._hooks, self.modules, self.parameters, self._sums)
         self._self_check = SelfCheck(self.modules, self.receiver.run, self.receiver.output, self._hooks.silenced)
         self._self_check.active = checks_itself
-        self._watch = StateWatch(model)
+        self._model, self._watch = model, StateWatch(model)
         self._recorder = Recorder(model, layers, self._hooks, self.receiver, self._self_check, self._watch, shards)
         self._recorder.checks_data = len(groups) > 1
+        self._reachable = {id(self._recorder.spare_anchor), *map(id, self.parameters.values())}
+        self._device = next((p.device.type for p in self.parameters.values()), "cpu")
 
     def attach(self) -> None:
         """Register hooks on the model, or raise and leave it unchanged."""
@@ -85,8 +92,9 @@ class Engine:
         if self._shards is not None:
             self._shards.forget()
 
-    def open(self, records: int, averaged: bool) -> None:
-        """Begin a micro-batch of so many records. An `averaged` loss is a mean over them."""
+    def open(self, records: int, averaged: bool | None) -> None:
+        """Begin a micro-batch of so many records. An `averaged` loss is a mean over them, not a sum; with None only
+        `backward`, from one loss for each record, is possible."""
         self.refuse_missed()
         due = self._self_check.due(records)
         self.receiver.open(MicroBatch(records, averaged, float(records) if averaged else 1.0, due))
@@ -94,8 +102,26 @@ class Engine:
         if not self._watch.is_open:
             self._watch.open(closely=due or not self._self_check.active)
 
+    def run(self, function: LossFunction, batch: Any, drawn: DrawnPart | None) -> None:
+        """Compute the losses of the open micro-batch by a function of the model and the batch, and run their backward pass.
+        In a checked pass the whole function is checked later, by `refuse_unsound`. A micro-batch without records adds
+        nothing, so the function is not called on it, unless other processes of a sharded model wait for that."""
+        micro = self.receiver.micro
+        if micro is None:
+            raise no_batch()
+        if not micro.records and self._shards is None:
+            return
+        micro.by_function = True
+        self._self_check.begin_function(function, self._model, batch, micro, drawn)
+        losses = function(self._model, batch)
+        with torch.autocast(self._device, enabled=False):
+            self._backward(losses, function, batch)
+
     def backward(self, losses: Tensor) -> None:
         """Run the backward pass from one loss for each record of the open micro-batch."""
+        self._backward(losses, None, None)
+
+    def _backward(self, losses: Tensor, function: LossFunction | None, batch: Any) -> None:
         micro = self.receiver.micro
         if (
             micro is None
@@ -104,10 +130,17 @@ class Engine:
             or not losses.requires_grad
         ):
             refuse_losses(losses, micro)
-        if micro is not None and micro.records and losses.requires_grad:
-            micro.averaged, micro.scale = False, 1.0
+        assert micro is not None
+        micro.averaged, micro.scale = False, 1.0
+        if micro.records and losses.requires_grad:
+            known = {*map(id, micro.anchors), *self._reachable}
+            refuse_foreign_leaves(losses, known, micro.check is not None, function, batch)
             if micro.check is not None:
                 micro.check.seed_losses(losses)
+                if micro.whole is not None and micro.check.forward_passes:
+                    whole = micro.whole
+                    whole.losses = losses.detach()
+                    whole.judged = micro.check.add_up(losses, whole.judged, whole.totals)
         losses.backward(torch.ones_like(losses))
 
     def refuse_missed(self) -> None:
@@ -134,6 +167,13 @@ class Engine:
         """The clipped sum of every parameter, in memory that the engine uses again for the next batch. For a sharded model:
         this process's part of the sum over all processes."""
         return self._sums.complete()
+
+
+def no_batch() -> Misuse:
+    """The error for a function that is to be called on a batch while none is open."""
+    return Misuse(
+        "private.step() was called without a batch: iterate over private.loader, and give it each batch once."
+    )
 
 
 def refuse_losses(losses: object, micro: MicroBatch | None) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from clipless import defaults
 from clipless.errors import InvalidArgument, InvalidType
 from clipless.gradients import Kernels
 from clipless.privacy import Privacy
@@ -38,7 +37,7 @@ def prepare_private(
     batch_size: int | None = None,
     epochs: int | None = None,
     steps: int | None = None,
-    loss_reduction: str = defaults.LOSS_REDUCTION,
+    loss_reduction: str | None = None,
     kernels: Kernels | None = None,
 ) -> Prepared:
     """Prepare model and optimizer, and make them private. Raises for an Accelerator that would break the promise.

@@ -31,13 +31,14 @@ def check(
     loss_fn: LossFunction,
     batch: Any,
     clipping: str | Clipping = defaults.CLIPPING,
-    loss_reduction: str = defaults.LOSS_REDUCTION,
+    loss_reduction: str | None = None,
 ) -> CheckReport:
     """Compare the engine with the oracle, remove each record in turn, and look for buffers that training would change.
 
     `loss_fn(model, batch)` is the training loss: one loss per record, for `private.backward`, or one number for the batch,
-    for `loss.backward()`. That number must be the mean or the sum of the records' losses, as `loss_reduction` says; the
-    check notices if it is not. Only the first few records of the batch are used. The model is left unchanged.
+    for `loss.backward()`. That number must be the mean or the sum of the records' losses, as `loss_reduction` says, which
+    has no default; the check notices if it is not. Only the first few records of the batch are used. The model is left
+    unchanged.
 
     The comparison runs without dropout, and in float64 unless the model cannot run in float64 or computes in half precision.
     What is refused becomes a problem in the report, not an exception. Nothing in the report is private.
@@ -49,7 +50,9 @@ def check(
     """
     how = as_clipping(clipping)
     refuse_sharded(model)
-    loss_fn = _spread(loss_fn, named("loss_reduction", loss_reduction, {"mean": True, "sum": False}))
+    if loss_reduction is not None:
+        named("loss_reduction", loss_reduction, dict.fromkeys(("mean", "sum")))
+    loss_fn = _spread(loss_fn, loss_reduction)
     groups = partition(how.groups, [name for name, p in model.named_parameters() if p.requires_grad])
     bound = float(sensitivity(how.start(len(groups))))
     found = _Found()
@@ -64,7 +67,7 @@ def check(
     return CheckReport(report.handling, *figures, tuple(_problems(report, found.refusal)), found.tolerance)
 
 
-def _spread(loss_fn: LossFunction, averaged: bool) -> LossFunction:
+def _spread(loss_fn: LossFunction, loss_reduction: str | None) -> LossFunction:
     """The loss function, with a loss of the whole batch spread evenly over the records, so that their sum has the gradient
     that training sees."""
 
@@ -72,13 +75,20 @@ def _spread(loss_fn: LossFunction, averaged: bool) -> LossFunction:
         loss = loss_fn(model, batch)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             return loss
+        if loss_reduction is None:
+            raise InvalidArgument(
+                "loss_fn returned one number for the batch: pass loss_reduction='mean' or 'sum' to say which it is, or "
+                "return one loss per record."
+            )
         rows = next((len(x) for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.dim() > 0), 1)
-        return (loss if averaged else loss / max(rows, 1)).expand(rows)
+        return (loss if loss_reduction == "mean" else loss / max(rows, 1)).expand(rows)
 
     return losses
 
 
-def refuse_unsound(model: nn.Module, loss_and_batch: object, clipping: str | Clipping, loss_reduction: str) -> None:
+def refuse_unsound(
+    model: nn.Module, loss_and_batch: object, clipping: str | Clipping, loss_reduction: str | None
+) -> None:
     """Raise `Unsound` unless `check` on `(loss_fn, batch)` finds the model sound."""
     if not isinstance(loss_and_batch, tuple) or len(loss_and_batch) != 2 or not callable(loss_and_batch[0]):
         raise InvalidType(

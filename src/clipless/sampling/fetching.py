@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from clipless.errors import InvalidArgument, InvalidType
+from clipless.sampling.rows import BatchDims, learned_dims
 
 Collate = Callable[[list[Any]], Any]
 
@@ -36,6 +37,12 @@ class Fetcher(Protocol):
     def empty(self) -> Any:
         """A batch without records, of the same structure."""
 
+    def samples(self, part: Tensor) -> list[Any] | None:
+        """The records of a part before they are collated; None if they are not collated but indexed."""
+
+    def dims(self, part: Tensor) -> BatchDims | None:
+        """Where the records lie in a batch; None if that cannot be told. The records of a part help to find out."""
+
 
 class MemoryFetcher:
     """Indexes tensors in memory, all records at once."""
@@ -52,6 +59,12 @@ class MemoryFetcher:
 
     def empty(self) -> Any:
         return self._rows(torch.empty(0, dtype=torch.int64))
+
+    def samples(self, part: Tensor) -> list[Any] | None:
+        return None
+
+    def dims(self, part: Tensor) -> BatchDims | None:
+        return (0,) * len(self.empty())
 
 
 class DataLoaderFetcher:
@@ -76,6 +89,14 @@ class DataLoaderFetcher:
         batches = [part.tolist()]
         options = {"collate_fn": self.collate_fn, "pin_memory": self._loader.pin_memory, "generator": self._generator}
         return next(iter(DataLoader(self.dataset, batch_sampler=batches, **options)))  # type: ignore[arg-type]
+
+    def samples(self, part: Tensor) -> list[Any]:
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return list(fetch(part.tolist())) if fetch else [self.dataset[number] for number in part.tolist()]
+
+    def dims(self, part: Tensor) -> BatchDims | None:
+        samples = self.samples(part[:1])
+        return learned_dims(self.collate_fn(samples), self.collate_fn(samples * 2))
 
     def empty(self) -> Any:
         """A batch of one record, emptied. `collate([])` would lose shapes and types, so it is only the fallback."""

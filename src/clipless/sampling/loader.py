@@ -20,6 +20,7 @@ from clipless.noise import NoiseSource
 from clipless.noise.keys import erase
 from clipless.sampling.fetching import Collate, Fetcher
 from clipless.sampling.poisson import poisson_sample
+from clipless.sampling.rows import BatchDims
 
 # The record numbers of a batch and its `most`, to those of its parts.
 Split = Callable[[Tensor, int], list[Tensor]]
@@ -98,6 +99,7 @@ class PrivateLoader:
         self.draws = 0
         self._passes = 0
         self._handed_out = 0
+        self._newest: DrawnPart | None = None
         self._parts: list[Tensor] = []
         self._most = 0
         self._fetch = fetch
@@ -129,6 +131,11 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[Any]:
         return (next(parts) for parts in self._pass(_whole))
 
+    @property
+    def newest(self) -> "DrawnPart | None":
+        """The part of the batch that was handed out last; None before the first."""
+        return self._newest
+
     def microbatches(self, size: int) -> "MicroBatches":
         """For each logical batch, an iterator over parts of at most `size` records: backward each, then step once."""
         return MicroBatches(self, partial(_of_size, whole("the size of a micro-batch", size)))
@@ -145,12 +152,12 @@ class PrivateLoader:
         """
         return next(self._again(_whole))
 
-    def _pass(self, split: Split) -> Iterator[Iterator[Any]]:
+    def _pass(self, split: Split) -> Iterator["Parts"]:
         left = self._listener.steps_left()
         steps = self._steps_per_pass if left is None else min(self._steps_per_pass, left)
         return self._batches(steps, split)
 
-    def _batches(self, steps: int, split: Split) -> Iterator[Iterator[Any]]:
+    def _batches(self, steps: int, split: Split) -> Iterator["Parts"]:
         self._listener.refuse_unstepped()
         self._passes += 1
         number = self._passes
@@ -173,15 +180,15 @@ class PrivateLoader:
             for _ in filter(len, unfetched):
                 next(fetched)  # parts of a batch that was finished by `again`
 
-    def _again(self, split: Split) -> Iterator[Any]:
+    def _again(self, split: Split) -> "Parts":
         self._listener.reopen_batch()
         return self._announced(deque(split(torch.cat(self._parts), self._most)), self._fetch.once)
 
-    def _announced(self, parts: deque[Tensor], fetch: Callable[[Tensor], Any]) -> Iterator[Any]:
+    def _announced(self, parts: deque[Tensor], fetch: Callable[[Tensor], Any]) -> "Parts":
         """Each part's data, after its announcement. Only the newest iterator is valid: otherwise a part could be yielded
         twice."""
         self._handed_out += 1
-        return self._while_newest(self._handed_out, parts, fetch)
+        return Parts(self._while_newest(self._handed_out, parts, fetch))
 
     def _while_newest(self, number: int, parts: deque[Tensor], fetch: Callable[[Tensor], Any]) -> Iterator[Any]:
         while parts:
@@ -196,7 +203,48 @@ class PrivateLoader:
                 self._passes += 1  # workers may be ahead or behind now, so the pass cannot continue
                 raise
             self._listener.open_part(len(part))
+            self._newest = DrawnPart(part, self._fetch)
             yield data
+
+
+@dataclass(frozen=True)
+class DrawnPart:
+    """The record numbers of a part of a batch, and what fetches them."""
+
+    indices: Tensor
+    fetch: Fetcher
+
+    def samples(self) -> list[Any] | None:
+        """Its records before they are collated, fetched again; None if they are indexed and not collated, or if they cannot
+        be fetched in this process."""
+        try:
+            return self.fetch.samples(self.indices)
+        except Exception:
+            return None
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Some samples as a batch."""
+        return self.fetch.collate_fn(samples)
+
+    def dims(self) -> BatchDims | None:
+        """Where the records lie in what was handed out; None if that cannot be told."""
+        try:
+            return self.fetch.dims(self.indices[:1])
+        except Exception:
+            return None
+
+
+class Parts:
+    """The micro-batches of one logical batch, in order. `private.step` takes all of them."""
+
+    def __init__(self, parts: Iterator[Any]) -> None:
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._parts)
 
 
 class MicroBatches:
@@ -208,10 +256,10 @@ class MicroBatches:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[Iterator[Any]]:
+    def __iter__(self) -> Iterator[Parts]:
         return self._loader._pass(self._split)
 
-    def again(self) -> Iterator[Any]:
+    def again(self) -> Parts:
         """The parts of the last batch drawn, which has not been stepped, from its beginning."""
         return self._loader._again(self._split)
 

@@ -140,6 +140,14 @@ def rounded_mean() -> CliplessError:
     )
 
 
+def unstated_reduction() -> CliplessError:
+    return Misuse(
+        "loss.backward() was called, but make_private() was not told whether the loss is the mean or the sum over the "
+        "records. Use private.step(record_losses, batch) or private.backward(losses), with one loss per record. If it must "
+        "be loss.backward(), pass loss_reduction='mean' or 'sum' to make_private."
+    )
+
+
 def modes_changed() -> CliplessError:
     return Misuse(
         "train() or eval() was called between the forward pass and its backward(), so what is recomputed for "

@@ -95,8 +95,11 @@ class Receiver:
         """Start the open micro-batch over after an interrupted backward pass."""
         assert self.micro is not None
         self._sink.restart()
-        self.open(MicroBatch(self.micro.records, self.micro.averaged, self.micro.scale, self.micro.due))
-        return self.micro
+        before = self.micro
+        again = MicroBatch(before.records, before.averaged, before.scale, before.due)
+        again.by_function, again.whole = before.by_function, before.whole
+        self.open(again)
+        return again
 
     def expect(self, names: Iterable[str]) -> None:
         """Wait for one more gradient of each of these parameters, which have just been used."""
@@ -189,6 +192,8 @@ class Receiver:
         assert micro is not None
         if not micro.begun:
             self._refuse_modes(micro)
+            if micro.averaged is None:
+                raise messages.unstated_reduction()
             micro.begun, self._arrivals.task = True, current_graph_task()
             execution_engine.queue_callback(self._complete)
 
@@ -259,7 +264,7 @@ class Receiver:
 
     def _take(self, micro: MicroBatch, tap: Call | Crossing, forms: list[tuple[str, Form | Routed]]) -> None:
         if self.trial is not None:
-            for name, form in forms if tap.forward_pass in (None, self.trial.adds_up) else ():
+            for name, form in forms if self.trial.counts(tap.forward_pass) else ():
                 self.trial.add(name, form, self._parameters[name])
             return
         arrivals = self._arrivals

@@ -65,7 +65,7 @@ class Recorder:
         self._operations = RecordedOperations(self._current, receiver)
         self._stand_in = False
         self._entered: tuple[MicroBatch | None, Layer | None] = None, None
-        self._spare_anchor = self._current.anchor
+        self.spare_anchor = self._current.anchor
 
     def attach(self) -> None:
         """Remember the model's structure: changes are refused from now on."""
@@ -165,6 +165,7 @@ class Recorder:
             micro.due, pattern.unchecked = True, False
         forward_pass = self._self_check.begin(layer.module, layer.name, inputs, micro, pattern.reading, pattern.square)
         current.forward_pass, current.anchor = forward_pass, forward_pass.anchor
+        micro.anchors.append(forward_pass.anchor)
         return changed
 
     def _probing(self, layer: Layer, inputs: tuple[Any, Any], records: int) -> AbstractContextManager[object]:
@@ -190,7 +191,7 @@ class Recorder:
         """A forward pass ends. Refuses writes into the model, removes the row added for an empty batch, and taps the output
         of a checked pass."""
         current = self._current
-        forward_pass, current.forward_pass, current.anchor = current.forward_pass, None, self._spare_anchor
+        forward_pass, current.forward_pass, current.anchor = current.forward_pass, None, self.spare_anchor
         self._watch.refuse_pass(micro.records)
         checked = forward_pass is not None and micro.records > 0 and self._self_check.wanted(forward_pass, micro)
         if self._shards is not None and not self._shards.whole and not _recomputing():

@@ -40,6 +40,15 @@ class RecordsCheck:
         self.at_losses = True
         self._seeded([losses], [torch.ones_like(losses)], (0,), self._anchors())
 
+    def add_up(self, losses: Tensor, judged: Tensor | None, totals: dict[str, Tensor]) -> Tensor | None:
+        """Add up the gradients of the judged records, unclipped, over all passes; call it after `seed_losses`. Returns the
+        records that were judged: None for all of them, where nothing has told yet where records lie."""
+        told = None if self._records < 2 or any(trial.unsure for trial in self._trials) else judged
+        self._arrivals = {}
+        self._run([losses], [torch.ones_like(losses)], self._anchors(), Trial(totals=totals, judged=told))
+        self._arrivals = {}
+        return told
+
     def _anchors(self) -> list[Tensor]:
         """Those of all passes: one may go on from another's output."""
         return [forward_pass.anchor for forward_pass in self.forward_passes]

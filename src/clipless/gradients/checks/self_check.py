@@ -8,14 +8,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from clipless.clipped import LossFunction
 from clipless.gradients.checks.passes import ForwardPass, Rerun
 from clipless.gradients.checks.records import RecordsCheck
 from clipless.gradients.checks.seeds import sketch
 from clipless.gradients.checks.totals import refuse_coupled, refuse_lost
+from clipless.gradients.checks.whole_step import WholeStep
 from clipless.gradients.records import Reading
 from clipless.gradients.trees import Dims
 from clipless.heap import freed_memory_returned
 from clipless.random_state import own_generators
+from clipless.sampling.loader import DrawnPart
+from clipless.sampling.rows import tensors_of
 from clipless.torch_internals import pytree
 
 
@@ -38,13 +42,39 @@ class CheckSchedule:
         return records > 0 and self._met & (self._met - 1) == 0
 
 
+class LargestSizes:
+    """The sizes of the batches' tensors so far. One that is larger than all before, such as a longer sequence, is new.
+
+    >>> sizes = LargestSizes()
+    >>> [sizes.grew(torch.zeros(4, length)) for length in (3, 2, 3, 5, 4)]
+    [True, False, False, True, False]
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[torch.Size, ...]] = set()
+        self._largest: dict[tuple[int, int], int] = {}
+
+    def grew(self, batch: Any) -> bool:
+        """Whether a tensor is larger along any dimension but the first than it ever was."""
+        shapes = tuple([tensor.shape[1:] for tensor in tensors_of(batch)])
+        if shapes in self._known:
+            return False
+        if len(self._known) < 10_000:
+            self._known.add(shapes)
+        sizes = {(k, dim): size for k, shape in enumerate(shapes) for dim, size in enumerate(shape)}
+        new = any(size > self._largest.get(place, -1) for place, size in sizes.items())
+        self._largest |= {place: max(size, self._largest.get(place, -1)) for place, size in sizes.items()}
+        return new
+
+
 class Checked(Protocol):
     """A micro-batch, as far as its check is concerned."""
 
     records: int
-    averaged: bool
+    averaged: bool | None
     due: bool
     check: RecordsCheck | None
+    whole: WholeStep | None
     done: bool
 
 
@@ -74,6 +104,8 @@ class SelfCheck:
         self._compared: set[object] = set()
         self._checked: list[Checked] = []
         self._waiting: list[ForwardPass] = []
+        self._functions: list[tuple[WholeStep, set[object]]] = []
+        self._sizes = LargestSizes()
         self._number = 0
 
     def due(self, records: int) -> bool:
@@ -83,12 +115,35 @@ class SelfCheck:
         self._number += 1
         return self.active and self._schedule.due(records)
 
+    @property
+    def _owing(self) -> bool:
+        """Whether passes went through something of which only the records were checked."""
+        return len(self._seen) > len(self._compared)
+
+    def begin_function(
+        self, function: LossFunction, model: nn.Module, batch: Any, micro: Checked, drawn: DrawnPart | None
+    ) -> None:
+        """A function from batch to losses is about to be called. Its check is kept if one is due, if its passes went through
+        something new, or if its batch is larger along some dimension than all before."""
+        if not (self.active and micro.records):
+            return
+        if micro.due or self._owing or self._sizes.grew(batch):
+            micro.due = True
+            micro.whole = WholeStep(function, model, batch, micro.records, self._number, drawn, self._generators)
+            self._start(micro)
+
+    def _start(self, micro: Checked) -> RecordsCheck:
+        """The check of a micro-batch, which begins if it has not yet."""
+        if micro.check is None:
+            micro.check = RecordsCheck(micro.records, self._number, self._run)
+            self._checked.append(micro)
+        return micro.check
+
     def begin(
         self, module: nn.Module, name: str, inputs: tuple[Any, Any], micro: Checked, reading: Reading, square: bool
     ) -> ForwardPass:
         """A pass through the outermost module begins."""
-        owing = len(self._seen) > len(self._compared)
-        closely = self.active and micro.records > 0 and (micro.due or owing)
+        closely = self.active and micro.records > 0 and micro.whole is None and (micro.due or self._owing)
         rerun = Rerun.of(module, inputs, self._generators) if closely else None
         return ForwardPass(name, micro.records, reading, square, rerun=rerun)
 
@@ -107,11 +162,9 @@ class SelfCheck:
         if not places:
             forward_pass.hidden = True
             return output
-        if micro.check is None:
-            micro.check = RecordsCheck(micro.records, self._number, self._run)
-            self._checked.append(micro)
-        micro.check.forward_passes.append(forward_pass)
-        micro.check.names_rows |= forward_pass.routed
+        check = self._start(micro)
+        check.forward_passes.append(forward_pass)
+        check.names_rows |= forward_pass.routed
         forward_pass.places = [floating.index(k) for k in places]
         forward_pass.outputs = tuple(leaves[k] for k in places)
         forward_pass.out_dims = tuple(dims[k] for k in forward_pass.places)
@@ -126,7 +179,7 @@ class SelfCheck:
 
     def forget(self) -> None:
         """A new logical batch begins: compare nothing of the last."""
-        self._checked, self._waiting = [], []
+        self._checked, self._waiting, self._functions = [], [], []
 
     def compare(self, parameters: dict[str, nn.Parameter], live: dict[str, nn.Parameter]) -> int:
         """Raise if plain autograd finds another gradient for the passes that wait, or if some records' outputs depend
@@ -135,6 +188,11 @@ class SelfCheck:
         if self._checked:
             self._collect()
         waiting, self._waiting = self._waiting, []
+        functions, self._functions = self._functions, []
+        for whole, steps in functions:
+            with self._silenced(), freed_memory_returned():
+                whole.refuse(parameters, live)
+            self._compared |= steps
         for forward_pass in waiting:
             if forward_pass.rerun is not None:
                 with self._silenced(), freed_memory_returned():
@@ -146,10 +204,13 @@ class SelfCheck:
     def _collect(self) -> None:
         """Where the backward pass is over, so is the check of the records; the totals wait to be compared."""
         for micro in self._checked:
+            if micro.whole is not None and micro.check is not None and micro.done:
+                passes = micro.check.forward_passes
+                self._functions.append((micro.whole, {step for one in passes for step in one.steps}))
             for forward_pass in micro.check.forward_passes if micro.check and micro.done else ():
                 if forward_pass.grads is not None:
                     self._seen |= forward_pass.steps
-                    forward_pass.outputs, forward_pass.averaged = (), micro.averaged
+                    forward_pass.outputs, forward_pass.averaged = (), bool(micro.averaged)
                     self._waiting.append(forward_pass)
         self._checked = []
 

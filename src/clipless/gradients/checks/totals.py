@@ -2,12 +2,12 @@
 does any record's output change when other records do: by a statistic of the batch that has no gradient, for instance?"""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from clipless.errors import Misuse, UnsupportedModule
 from clipless.gradients.checks.messages import depends_on_others, lost_gradient, unstable
@@ -72,12 +72,20 @@ def _lost(
     plain = plain_gradients(outputs, grads, parameters, gathered)
     half = any(output.dtype.itemsize < 4 for output in outputs) or _half(forward_pass)
     del again, outputs, grads
+    return differing(forward_pass.totals, plain, parameters, half, drift)
+
+
+def differing(
+    totals: Mapping[str, Tensor], plain: dict[str, Tensor], names: Iterable[str], half: bool, drift: float
+) -> dict[str, float]:
+    """How far plain autograd's gradients are from the engine's sums, relative, for the parameters where it is too far;
+    `drift` is how far what they were computed from is."""
     tolerance = max(HALF_TOLERANCE if half else TOLERANCE, AMPLIFIED * drift)
     lengths = {name: _length(grad) for name, grad in plain.items()}
     everything = math.hypot(*lengths.values())
     lost: dict[str, float] = {}
-    for name in parameters if math.isfinite(everything) else ():
-        ours, theirs = forward_pass.totals.get(name), plain.pop(name, None)
+    for name in names if math.isfinite(everything) else ():
+        ours, theirs = totals.get(name), plain.pop(name, None)
         apart = _length(ours if theirs is None else theirs if ours is None else theirs.to(ours.dtype) - ours)
         size = max(_length(ours), lengths.get(name, 0.0))
         if apart > tolerance * size + FLOOR * everything:
@@ -152,26 +160,40 @@ def _run_some(
 def _shaken(forward_pass: ForwardPass) -> float:
     """How far the outputs move, relative, when every weight moves by its rounding error; zero if that cannot be told."""
     assert forward_pass.rerun is not None
-    rerun, generator = forward_pass.rerun, torch.Generator().manual_seed(0)
-
-    def moved(weight: Tensor) -> Tensor:
-        signs = 2.0 * torch.randint(2, weight.shape, generator=generator).to(weight.device, weight.dtype) - 1.0
-        return weight.detach() * (1.0 + torch.finfo(weight.dtype).eps * signs)
-
+    rerun = forward_pass.rerun
     try:
-        weights = {
-            name: moved(weight) for name, weight in rerun.module.named_parameters() if weight.is_floating_point()
-        }
-        output, _ = rerun(run=lambda *args, **kwargs: functional_call(rerun.module, weights, args, kwargs))
+        with weights_moved(rerun.module):
+            output, _ = rerun()
         found = _sketches(forward_pass, _at_places(forward_pass, output))
         return max(_change(v, o) for v, o in zip(forward_pass.values, found, strict=True))
     except TROUBLES:
         return 0.0
 
 
+@contextmanager
+def weights_moved(module: nn.Module) -> Iterator[None]:
+    """Inside, every weight is off by a rounding error, up or down."""
+    generator = torch.Generator().manual_seed(0)
+    before = [(p, p.detach().clone()) for p in module.parameters() if p.is_floating_point()]
+    try:
+        for weight, _ in before:
+            signs = 2.0 * torch.randint(2, weight.shape, generator=generator).to(weight.device, weight.dtype) - 1.0
+            weight.data.mul_(1.0 + torch.finfo(weight.dtype).eps * signs)
+        yield
+    finally:
+        for weight, value in before:
+            weight.data.copy_(value)
+
+
 def _change(before: Tensor, now: Tensor) -> float:
-    """The largest change of a record's outputs, relative to their length; records that were not finite tell nothing."""
-    ours, theirs = (rows_of(value).double() for value in (before, now))
+    """The largest change of a record's outputs in a sketch."""
+    return change(rows_of(before), rows_of(now))
+
+
+def change(before: Tensor, now: Tensor) -> float:
+    """The largest change of a record's numbers, [b] or [b,n], relative to their length; records that were not finite tell
+    nothing."""
+    ours, theirs = (value.double().view(len(value), -1) for value in (before, now))
     told = ours.isfinite().all(1)
     if not bool(told.any()):
         return 0.0

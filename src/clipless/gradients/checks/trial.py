@@ -30,16 +30,28 @@ class Heard(Protocol):
 
 class Trial:
     """A backward pass of which nothing is used for training. `echoes` has what arrived at each tap, one after the other;
-    `totals`, if it adds up those of a pass, the sums over the judged records of what arrived in that one; for a sharded
-    parameter this process's rows of the sum. Kept `whole`, or in a sketch. `unsure` if nothing had told at some tap where
-    the records lie."""
+    `totals`, if it adds up, the sums over the `judged` records, or over all if that is None, of what arrived in the pass
+    `adds_up`, or without one in all passes; for a sharded parameter this process's rows of the sum. Kept `whole`, or in
+    a sketch. `unsure` if nothing had told at some tap where the records lie.
+    """
 
-    def __init__(self, adds_up: ForwardPass | None = None, whole: bool = False) -> None:
+    def __init__(
+        self,
+        adds_up: ForwardPass | None = None,
+        whole: bool = False,
+        totals: dict[str, Tensor] | None = None,
+        judged: Tensor | None = None,
+    ) -> None:
         self._whole = whole
         self.unsure = False
         self.echoes: dict[tuple[int, str], list[list[Tensor]]] = {}
         self.adds_up = adds_up
-        self.totals = None if adds_up is None else adds_up.totals
+        self.totals = totals if adds_up is None else adds_up.totals
+        self.judged = judged if adds_up is None else adds_up.judged
+
+    def counts(self, forward_pass: ForwardPass | None) -> bool:
+        """Whether what arrives in this pass is added up."""
+        return self.adds_up is None or forward_pass in (None, self.adds_up)
 
     def hear(self, tap: Heard, grads: Sequence[Tensor]) -> None:
         pairs = zip(grads, tap.out_dims, strict=True)
@@ -49,10 +61,9 @@ class Trial:
 
     def add(self, name: str, use: Form | Routed, like: Tensor) -> None:
         """Add what the judged records have in one use of a parameter."""
-        assert self.adds_up is not None
         assert self.totals is not None
         form, record = (use.rows, use.record) if isinstance(use, Routed) else (use, None)
-        before, judged = self.totals.get(name), self.adds_up.judged
+        before, judged = self.totals.get(name), self.judged
         total, beta, sharded = before, 1, hasattr(like, "device_mesh")
         if total is None or sharded:
             kind = torch.promote_types(like.dtype, torch.float32)

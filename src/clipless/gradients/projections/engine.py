@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clipless.clipped import LossFunction
 from clipless.clipping import least_norm
 from clipless.errors import Misuse
 from clipless.gradients.capture import messages
@@ -30,7 +31,8 @@ from clipless.gradients.checks.passes import ForwardPass, Rerun
 from clipless.gradients.checks.seeds import sketch
 from clipless.gradients.checks.self_check import CheckSchedule
 from clipless.gradients.checks.totals import refuse_dependent
-from clipless.gradients.engine import refuse_losses
+from clipless.gradients.checks.whole_step import WholeStep
+from clipless.gradients.engine import no_batch, refuse_losses
 from clipless.gradients.projections.forward_mode import ForwardMode
 from clipless.gradients.projections.losses import Alias, Losses
 from clipless.gradients.projections.messages import differs, plain_backward, refuse_inputs, refuse_narrow
@@ -39,6 +41,7 @@ from clipless.gradients.records import is_square, readings, resized
 from clipless.gradients.sums import Factors, Observe
 from clipless.gradients.trees import closed, opened, shapes_of
 from clipless.random_state import own_generators
+from clipless.sampling.loader import DrawnPart
 from clipless.torch_internals import current_graph_task, pytree
 
 # Forward and backward mode may differ by so much, relative to the length of the clipped norms.
@@ -73,7 +76,8 @@ class ProjectionEngine:
         directions: Directions,
         projections: int,
     ) -> None:
-        layers = self._map = ModelMap(model)
+        layers, self._model = ModelMap(model), model
+        self._map = layers
         self.parameters, self.modules = layers.parameters, layers.modules
         refuse_narrow(self.parameters)
         self._hooks = Hooks(layers, stray=plain_backward)
@@ -85,6 +89,7 @@ class ProjectionEngine:
         self._inside: list[tuple[Layer, ForwardPass | None, bool]] = []
         self._part: Part | None = None
         self._sums: dict[str, Tensor] = {}
+        self._functions: list[WholeStep] = []
         self.seen = 0
 
     def attach(self) -> None:
@@ -105,10 +110,10 @@ class ProjectionEngine:
 
     def clear(self) -> None:
         """Forget the sums: no micro-batch is open until the next logical batch begins."""
-        self._part, self._sums, self.seen, self._inside = None, {}, 0, []
+        self._part, self._sums, self.seen, self._inside, self._functions = None, {}, 0, [], []
         self._watch.close()
 
-    def open(self, records: int, averaged: bool) -> None:
+    def open(self, records: int, averaged: bool | None) -> None:
         """The next forward and backward pass is on so many records."""
         self._number += 1
         due = self._schedule.due(records)
@@ -122,7 +127,10 @@ class ProjectionEngine:
     def refuse_unsound(self) -> int:
         """Raise if the batch has written into the model."""
         self._watch.refuse_step()
-        return 0
+        for whole in self._functions:
+            with self._hooks.silenced():
+                whole.refuse(None)
+        return len(self._functions)
 
     def complete(self) -> dict[str, Tensor]:
         """The clipped sum of every parameter, zeros for those that no record reached."""
@@ -188,6 +196,24 @@ class ProjectionEngine:
         return closed(pytree.tree_unflatten(leaves, spec))
 
     # The backward pass.
+
+    def run(self, function: LossFunction, batch: Any, drawn: DrawnPart | None) -> None:
+        """Compute the losses of the open micro-batch by a function of the model and the batch, and add the clipped sum."""
+        part = self._part
+        if part is None:
+            raise no_batch()
+        if not part.records:
+            part.done = True
+            return
+        whole = None
+        if part.due:
+            whole = WholeStep(function, self._model, batch, part.records, self._number, drawn, self._generators)
+        losses = function(self._model, batch)
+        with torch.autocast(next(iter(self.parameters.values())).device.type, enabled=False):
+            self.backward(losses)
+        if whole is not None:
+            whole.losses = losses.detach()
+            self._functions.append(whole)
 
     def backward(self, losses: Tensor) -> None:
         """From one loss for each record: estimate the norms, and add the clipped sum."""

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from clipless.errors import InvalidArgument, InvalidType
-from clipless.sampling.loader import BatchListener, PoissonSampler, PrivateLoader, Split, part_size
+from clipless.sampling.loader import BatchListener, Parts, PoissonSampler, PrivateLoader, Split, part_size
 
 
 def usual_rows(expected: int, size: int) -> int:
@@ -58,6 +58,12 @@ class ArrayFetcher:
         self.finite = np.ones(self.rows, bool)
         return jax.tree_util.tree_map(lambda array: self._padded(array[:0], self.rows), self.arrays)
 
+    def samples(self, part: Tensor) -> None:
+        """None: records are indexed and not collated."""
+
+    def dims(self, part: Tensor) -> None:
+        """None: no check asks for it."""
+
     def _padded(self, chosen: Any, size: int) -> Any:
         padded = np.zeros((size, *chosen.shape[1:]), chosen.dtype)
         padded[: len(chosen)] = chosen
@@ -75,11 +81,11 @@ class ArrayLoader(PrivateLoader):
         super().__init__(fetch, sampler, steps_per_pass, listener)
         self._arrays, self._usual = fetch, fetch.rows
 
-    def _batches(self, steps: int, split: Split) -> Iterator[Iterator[Any]]:
+    def _batches(self, steps: int, split: Split) -> Iterator[Parts]:
         self._arrays.rows = part_size(split) or self._usual
         return super()._batches(steps, split)
 
-    def _again(self, split: Split) -> Iterator[Any]:
+    def _again(self, split: Split) -> Parts:
         self._arrays.rows = part_size(split) or self._usual
         return super()._again(split)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from clipless import defaults
 from clipless.accounting import Spent
 from clipless.errors import InvalidType, Misuse
 from clipless.gradients import Kernels
@@ -58,7 +57,7 @@ class PrivateTraining(Callback):
         ledger: str | Path | None = None,
         reseed: bool = False,
         log_not_private: bool = False,
-        loss_reduction: str = defaults.LOSS_REDUCTION,
+        loss_reduction: str | None = None,
         kernels: Kernels | None = None,
     ) -> None:
         if not isinstance(privacy, Privacy):

@@ -1,0 +1,46 @@
+"""Errors for functions from batch to losses that keep state, mix records or are not deterministic."""
+
+from clipless.errors import CliplessError, Misuse
+
+
+def keeps_state(where: str) -> CliplessError:
+    return Misuse(
+        f"record_losses gave other losses when it was called again on the same batch{where}: it keeps something of the "
+        "records from step to step (a queue, a running mean or scale, a center), which no noise protects, or it draws from "
+        "a random generator of its own. Compute losses from the batch and the model alone, and draw from torch's "
+        "generator."
+    )
+
+
+def depends_on_others(where: str) -> CliplessError:
+    return Misuse(
+        f"record_losses gave one record another loss when other records of the batch were replaced, left out or "
+        f"reordered{where}: it mixes records (a statistic of the batch, a choice among records, a weight from other "
+        "labels, a division by the number of rows), so no bound per record exists. Compute each record's loss from that "
+        "record alone."
+    )
+
+
+def lost_gradient(name: str) -> CliplessError:
+    return Misuse(
+        f"the gradient of parameter {name!r} for half of the records is not what plain autograd gives for them alone: "
+        "record_losses uses the parameter in a way that clipless does not see, or its gradients depend on the other "
+        "records. Use the parameter in the forward pass of the module that owns it; clipless.check(model, record_losses, "
+        "batch) shows the difference."
+    )
+
+
+def collated_with_others(where: str) -> CliplessError:
+    return Misuse(
+        f"records that are collated alone have other losses than records that are collated together{where}: padding, a "
+        "statistic or an order in the collate function reaches the losses, so one record tells every other how long or how "
+        "large it is. Mask padding wherever the model could see it (attention, pooling, position ids, means over tokens), "
+        "pad to a fixed length, and compute nothing over the batch in the collate function."
+    )
+
+
+def unstable(where: str) -> CliplessError:
+    return Misuse(
+        f"losses change visibly when the weights change in their last digit{where}, so rounding hides whether records "
+        "depend on each other. Training has probably diverged: use a smaller learning rate, or smaller initial weights."
+    )
