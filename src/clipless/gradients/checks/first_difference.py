@@ -52,9 +52,8 @@ class Operations(TorchFunctionMode):
 
 def operations(run: Callable[[], object], records: int) -> list[Operation]:
     """What a run calls, up to its end or its error."""
-    with Operations(records) as mode:
-        with contextlib.suppress(*TROUBLES):
-            run()
+    with Operations(records) as mode, contextlib.suppress(*TROUBLES):
+        run()
     return mode.noted
 
 
