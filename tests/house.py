@@ -35,7 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"clipping", "sampling", "runs"}),
     frozenset({"phases"}),
     frozenset({"distributed", "gradients", "oracle", "plan", "privacy", "reliability"}),
-    frozenset({"planning", "preflight", "refusals", "stepping"}),
+    frozenset({"planning", "preflight", "refusals", "splitting", "stepping"}),
     frozenset({"run_state"}),
     frozenset({"saved_run"}),
     frozenset({"private"}),

@@ -1,7 +1,7 @@
 """make_private, which puts the parts together, and one private step from top to bottom."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ from clipless.preflight import refuse_unsound
 from clipless.sampling.fetching import Fetcher, fetcher, source_of
 from clipless.sampling.loader import Batch, Parts, PoissonSampler, PrivateLoader
 from clipless.saved_run import SavedRun
+from clipless.splitting import Splitter
 from clipless.stepping import Guard, clear_gradients, unstepped
 
 _ATTACHED: "weakref.WeakSet[nn.Module | Optimizer]" = weakref.WeakSet()
@@ -59,6 +60,8 @@ def make_private(
     steps: int | None = None,
     clipping: str | Clipping | Schedule = "auto-s",
     accountant: str = "pld",
+    micro_batch: int | None = None,
+    memory: int | None = None,
     loss_reduction: str | None = None,
     noise: str | None = None,
     seed: int | None = None,
@@ -99,7 +102,8 @@ def make_private(
         refusals.refuse_attached((*model.modules(), optimizer), _ATTACHED)
         refusals.refuse_unclear(allow_overspend=allow_overspend, unit_gradients=unit_gradients)
         batch_size = refusals.one_batch_size(batch_size, own_batch_size)
-        how = as_schedule(clipping)
+        splitter, how = Splitter(micro_batch, memory), as_schedule(clipping)
+        refusals.refuse_split_shards(splitter.splits, is_sharded(model))
         groups = partition(how.groups, parameters)
         plan = make_plan(
             dataset_size=len(data),  # type: ignore[arg-type]
@@ -127,7 +131,7 @@ def make_private(
         source.load_state_dict(ranks.shared(source.state_dict()))
         refuse_other_records(ranks, fetch.once, plan.dataset_size)
     ranks = ranks.apart()
-    parts = (model, optimizer, plan, fetch, source, kernels or Kernels())
+    parts = (model, optimizer, plan, fetch, source, kernels or Kernels(), splitter)
     return on_every_rank(ranks, lambda: Private(*parts, allow_overspend, group, ranks, idle))
 
 
@@ -142,13 +146,14 @@ class Private(SavedRun):
         fetch: Fetcher,
         source: NoiseSource,
         kernels: Kernels,
+        splitter: Splitter,
         allow_overspend: bool,
         group: object,
         ranks: Alone | Ranks,
         idle: Idle,
     ) -> None:
         super().__init__(model, optimizer, plan, source, allow_overspend, ranks, shards_of(model, ranks))
-        self._idle = idle
+        self._idle, self._splitter = idle, splitter
         self._guard = Guard(model, optimizer, None if group is None and ranks.size == 1 else False)
         self._statistic: Tensor | None = None
         observe, shards = self._observe if plan.releases_statistics else None, self._shards
@@ -228,18 +233,22 @@ class Private(SavedRun):
             batch: What `private.loader` yields, or what `private.loader.microbatches(n)` yields for a batch.
         """
         self._optimizer.zero_grad()
-        for part in batch if isinstance(batch, Parts) else self._split(batch):
-            self.accumulate(record_losses, part)
+        drawn = self.loader.newest
+        if isinstance(batch, Parts) or drawn is None or not self._splitter.splits:
+            for part in batch if isinstance(batch, Parts) else (batch,):
+                self.accumulate(record_losses, part)
+        else:
+            parts = self._splitter.parts(
+                record_losses, self._model, batch, drawn, self.open_part, self._engine.silenced
+            )
+            for part, its_records in parts:
+                self._engine.run(record_losses, part, its_records)
         self._optimizer.step()
 
     def accumulate(self, record_losses: LossFunction, part: Any) -> None:
         """Forward and backward of one micro-batch, with the checks of `step`, for trainers that call `optimizer.step()`
         themselves."""
         self._engine.run(record_losses, part, self.loader.newest)
-
-    def _split(self, batch: Any) -> Iterator[Any]:
-        """The batch in micro-batches, if it is to be split."""
-        yield batch
 
     def backward(self, losses: Tensor) -> None:
         """Run the backward pass from one loss per record, (B,). Losses that couple records are refused."""

@@ -126,6 +126,15 @@ def chosen_projections(gradients: str, projections: int, kernels: object, proces
     return whole("projections", projections)
 
 
+def refuse_split_shards(splits: bool, sharded: bool) -> None:
+    """Raise if `private.step` is to split batches of a sharded model: all ranks must take the same number of parts."""
+    if splits and sharded:
+        raise InvalidArgument(
+            "micro_batch= and memory= do not go with a sharded model. Give private.step what "
+            "private.loader.microbatches(n) yields, which has as many parts on every rank."
+        )
+
+
 def budget_spent(steps: int, spent: object) -> BudgetSpent:
     """The error for a step beyond the plan."""
     return BudgetSpent(

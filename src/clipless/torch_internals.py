@@ -57,6 +57,7 @@ __all__ = [
     "AnyBatchNorm",
     "AnyDropout",
     "AnyInstanceNorm",
+    "BackwardCalls",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "SpectralNorm",
@@ -97,6 +98,31 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether the module was compiled by torch.compile, or by its own `compile`."""
     wrapped = type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
     return wrapped or module._compiled_call_impl is not None
+
+
+class BackwardCalls:
+    """Tells of the next call of `loss.backward()` or `torch.autograd.backward()`, before it runs. torch has no hook for it,
+    and what was saved between the outputs and the loss is freed on the way back."""
+
+    def __init__(self) -> None:
+        self._plain: Callable[..., None] | None = None
+
+    def await_next(self, tell: Callable[[Any], None]) -> None:
+        """Call `tell` with the tensors of the next call, once."""
+        self.forget()
+        plain = self._plain = torch.autograd.backward
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            self.forget()
+            tell(tensors)
+            plain(tensors, *args, **kwargs)
+
+        torch.autograd.backward = backward
+
+    def forget(self) -> None:
+        """Tell of nothing any more."""
+        if self._plain is not None:
+            torch.autograd.backward, self._plain = self._plain, None
 
 
 @cache

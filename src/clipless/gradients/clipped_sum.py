@@ -45,7 +45,7 @@ def clipped_sum(model: nn.Module, loss_fn: LossFunction, batch: Any, clipping: s
         records = count_records(model, loss_fn, batch)
         watch.refuse_pass(records)
         if records:
-            engine.open(records, averaged=False)
+            engine.open(records, averaged=False, by_function=True)
             per_record_losses(loss_fn, model, batch, records).sum().backward()
     finally:
         engine.detach()

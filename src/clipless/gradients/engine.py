@@ -1,5 +1,6 @@
 """The engine: a façade over hooks, receiver, checks and sums."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -92,12 +93,14 @@ class Engine:
         if self._shards is not None:
             self._shards.forget()
 
-    def open(self, records: int, averaged: bool | None) -> None:
+    def open(self, records: int, averaged: bool | None, by_function: bool = False) -> None:
         """Begin a micro-batch of so many records. An `averaged` loss is a mean over them, not a sum; with None only
-        `backward`, from one loss for each record, is possible."""
+        `backward`, from one loss for each record, is possible. Only a loss that is computed `by_function`, from batch to
+        losses, may call parts of the model instead of the model."""
         self.refuse_missed()
         due = self._self_check.due(records)
-        self.receiver.open(MicroBatch(records, averaged, float(records) if averaged else 1.0, due))
+        scale = float(records) if averaged else 1.0
+        self.receiver.open(MicroBatch(records, averaged, scale, due, by_function=by_function))
         self._recorder.restore()
         if not self._watch.is_open:
             self._watch.open(closely=due or not self._self_check.active)
@@ -162,6 +165,10 @@ class Engine:
             return self._self_check.compare(self.parameters, self.parameters)
         self._shards.gather_again()
         return self._self_check.compare(self.parameters, self._map.live)
+
+    def silenced(self) -> AbstractContextManager[None]:
+        """Inside, the model runs as if it were not private."""
+        return self._hooks.silenced()
 
     def complete(self) -> dict[str, Tensor]:
         """The clipped sum of every parameter, in memory that the engine uses again for the next batch. For a sharded model:

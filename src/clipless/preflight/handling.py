@@ -35,7 +35,7 @@ def observe_rules(model: nn.Module, loss_fn: LossFunction, batch: Any, records: 
     engine = Engine(model, partition("flat", names), _everything, _nothing, Kernels(), receiver=_NotingReceiver)
     engine.attach()
     try:
-        engine.open(records, averaged=False)
+        engine.open(records, averaged=False, by_function=True)
         per_record_losses(loss_fn, model, batch, records).sum().backward()
     finally:
         engine.detach()

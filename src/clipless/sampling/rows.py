@@ -10,7 +10,6 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 # For each tensor of a batch, in order, the dimension along which its records lie; None if it has no rows of records.
@@ -65,11 +64,13 @@ def likely_dims(batch: Any, records: int) -> BatchDims:
 
 @dataclass(frozen=True)
 class BatchRows:
-    """A batch of so many records, of which the rows can be chosen."""
+    """A batch of so many records, of which the rows can be chosen. It is not `certain` where these are if another dimension
+    has as many."""
 
     batch: Any
     records: int
     dims: BatchDims
+    certain: bool = True
 
     @property
     def usable(self) -> bool:
@@ -96,6 +97,18 @@ class BatchRows:
                 return rebuilt(value, [value[row] for row in rows.tolist()])
             return rebuilt(value, [self._chosen(item, rows, dims) for item in value])
         return value
+
+
+def rows_of(batch: Any, records: int, known: BatchDims | None) -> BatchRows | None:
+    """A batch with its rows: where the loader knows them to be if that fits, else where they probably are. None if they are
+    nowhere to be seen."""
+    if known is not None:
+        rows = BatchRows(batch, records, known)
+        if rows.usable:
+            return rows
+    certain = all(tuple(tensor.shape).count(records) <= 1 for tensor in tensors_of(batch))
+    rows = BatchRows(batch, records, likely_dims(batch, records), certain)
+    return rows if rows.usable else None
 
 
 def rebuilt(like: Any, values: Sequence[Any]) -> Any:
@@ -148,8 +161,3 @@ def _moved(batch: Any, theirs: Any) -> Any:
     if isinstance(batch, tuple | list):
         return rebuilt(batch, [_moved(value, theirs) for value in batch])
     return batch
-
-
-def first_rows(records: int, size: int) -> list[Tensor]:
-    """The numbers of the rows of each micro-batch of at most `size` records."""
-    return list(torch.arange(records).split(size))

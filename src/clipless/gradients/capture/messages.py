@@ -140,6 +140,15 @@ def rounded_mean() -> CliplessError:
     )
 
 
+def called_in_parts(name: str) -> CliplessError:
+    return Misuse(
+        f"module {name!r} was called, and not the model that make_private got, so clipless does not see what the loop "
+        "computes between its parts, such as a statistic of the batch. Call private.step(record_losses, batch), which sees "
+        "everything from batch to losses; or call the model itself (model(x), not model.forward(x)), with all parts "
+        "inside its forward; or run other passes under torch.no_grad()."
+    )
+
+
 def unstated_reduction() -> CliplessError:
     return Misuse(
         "loss.backward() was called, but make_private() was not told whether the loss is the mean or the sum over the "

@@ -56,7 +56,7 @@ class Recorder:
     ) -> None:
         self.checks_data = False
         self._map, self._hooks, self._receiver, self._self_check = layers, hooks, receiver, self_check
-        self._modules = layers.modules
+        self._model, self._modules = model, layers.modules
         self._structure, self._watch, self._shards = StructureWatch(model, layers.sharded), watch, shards
         self._stand_ins = StandIns(hooks)
         self._patterns = LearnedPatterns(layers, hooks, watch, shards)
@@ -150,6 +150,8 @@ class Recorder:
             micro = self._receiver.restart()
         self._entered, self._hooks.empty = (micro, layer), micro.records == 0
         self._structure.refuse_changes()
+        if layer.module is not self._model and not micro.by_function and self._map.trains(layer.module):
+            raise messages.called_in_parts(layer.name)
         inputs, changed = (args, kwargs), None
         with self._probing(layer, inputs, micro.records):
             if micro.records == 0:

@@ -18,7 +18,7 @@ from clipless.torch_internals import pytree
 DIFFERS = 1e-4
 
 
-class Operation(NamedTuple):
+class NotedCall(NamedTuple):
     """A call of a torch function: its name, the line that calls it, and a sketch of each tensor that it returned."""
 
     name: str
@@ -26,12 +26,12 @@ class Operation(NamedTuple):
     results: list[tuple[Tensor, bool]]
 
 
-class Operations(TorchFunctionMode):
+class CallNotes(TorchFunctionMode):
     """Notes every torch function that is called inside, on a batch of so many records."""
 
     def __init__(self, records: int) -> None:
         super().__init__()
-        self.noted: list[Operation] = []
+        self.noted: list[NotedCall] = []
         self._records = records
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,7 +39,7 @@ class Operations(TorchFunctionMode):
         leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if leaves:
             self.noted.append(
-                Operation(_name(func), _line(sys._getframe(1)), [self._sketched(leaf) for leaf in leaves])
+                NotedCall(_name(func), _line(sys._getframe(1)), [self._sketched(leaf) for leaf in leaves])
             )
         return result
 
@@ -50,14 +50,14 @@ class Operations(TorchFunctionMode):
         return sketch(tensor.detach(), shape.index(records) if has_rows else 0), has_rows
 
 
-def operations(run: Callable[[], object], records: int) -> list[Operation]:
+def operations(run: Callable[[], object], records: int) -> list[NotedCall]:
     """What a run calls, up to its end or its error."""
-    with Operations(records) as mode, contextlib.suppress(*TROUBLES):
+    with CallNotes(records) as mode, contextlib.suppress(*TROUBLES):
         run()
     return mode.noted
 
 
-def first_difference(one: list[Operation], other: list[Operation], kept: Tensor, everything: bool) -> str:
+def first_difference(one: list[NotedCall], other: list[NotedCall], kept: Tensor, everything: bool) -> str:
     """The first operation whose rows of the kept records differ, in words; empty if there is none. With `everything`,
     tensors without such rows count as well."""
     for ours, theirs in zip(one, other, strict=False):

@@ -80,11 +80,12 @@ class ForwardPass:
     `records` lie in its inputs; `square` that in every pass so far as many numbers lay along another dimension. `routed` is
     set if rows somewhere are not the records, so that seeds must tell whose they are.
 
-    Of a checked pass, `outputs` are the outputs before the tap on them, at these `places` among its floating-point
-    tensors; `out_dims` says where their records lie, `values` is a sketch of them, and `drawn` the random state at the
-    end. `grads` are the gradients that arrived there, and `totals` every parameter's gradient without clipping, summed
-    over the records that are `judged`, [b], or over all if that is None. `hidden` is set if no output with a gradient was
-    found, `loss_inside` if the module returned the loss of the whole batch, `averaged` if that is a mean.
+    Of a checked pass, `outputs` are the outputs before the tap on them, `tapped` those behind it, at these `places`
+    among its floating-point tensors; `out_dims` says where their records lie, `values` is a sketch of them, and `drawn`
+    the random state at the end. `grads` are the gradients that arrived there, and `totals` every parameter's gradient
+    without clipping, summed over the records that are `judged`, [b], or over all if that is None. `hidden` is set if no
+    output with a gradient was found, `loss_inside` if the module returned the loss of the whole batch, `averaged` if
+    that is a mean.
     """
 
     name: str
@@ -96,6 +97,7 @@ class ForwardPass:
     rerun: Rerun | None = None
     anchor: Tensor = field(default_factory=partial(torch.empty, (), requires_grad=True))
     outputs: tuple[Tensor, ...] = ()
+    tapped: tuple[Tensor, ...] = ()
     places: list[int] = field(default_factory=list)
     out_dims: Dims = ()
     values: list[Tensor] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Which forward passes are checked, what is noted of them, and the tap on their output from which the checks start."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from clipless.clipped import LossFunction
 from clipless.gradients.checks.passes import ForwardPass, Rerun
 from clipless.gradients.checks.records import RecordsCheck
+from clipless.gradients.checks.scalar_loss import refuse_scalar
 from clipless.gradients.checks.seeds import sketch
 from clipless.gradients.checks.totals import refuse_coupled, refuse_lost
 from clipless.gradients.checks.whole_step import WholeStep
@@ -20,7 +21,7 @@ from clipless.heap import freed_memory_returned
 from clipless.random_state import own_generators
 from clipless.sampling.loader import DrawnPart
 from clipless.sampling.rows import tensors_of
-from clipless.torch_internals import pytree
+from clipless.torch_internals import BackwardCalls, pytree
 
 
 class CheckSchedule:
@@ -75,6 +76,7 @@ class Checked(Protocol):
     due: bool
     check: RecordsCheck | None
     whole: WholeStep | None
+    by_function: bool
     done: bool
 
 
@@ -104,12 +106,14 @@ class SelfCheck:
         self._compared: set[object] = set()
         self._checked: list[Checked] = []
         self._waiting: list[ForwardPass] = []
+        self._backward_calls = BackwardCalls()
         self._functions: list[tuple[WholeStep, set[object]]] = []
         self._sizes = LargestSizes()
         self._number = 0
 
     def due(self, records: int) -> bool:
         """Whether a new micro-batch, of so many records, is checked in any case."""
+        self._backward_calls.forget()
         if self._checked:
             self._collect()
         self._number += 1
@@ -172,13 +176,25 @@ class SelfCheck:
         forward_pass.values = [sketch(output, dim or 0) for output, dim in pairs]
         forward_pass.drawn = forward_pass.rerun.now() if forward_pass.rerun else None
         receive = partial(self._receive, micro, forward_pass)
-        tapped = OutputTap.apply(receive, *forward_pass.outputs)  # type: ignore[no-untyped-call]
-        for k, value in zip(places, tapped, strict=True):
+        forward_pass.tapped = OutputTap.apply(receive, *forward_pass.outputs)  # type: ignore[no-untyped-call]
+        if micro.whole is None:
+            self._backward_calls.await_next(partial(self._refuse_loss, micro))
+        for k, value in zip(places, forward_pass.tapped, strict=True):
             leaves[k] = value
         return pytree.tree_unflatten(leaves, spec)
 
+    def _refuse_loss(self, micro: Checked, tensors: Any) -> None:
+        """`backward()` was called after a checked pass: if on one number for the whole batch, look at what it tells."""
+        loss = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
+        check = micro.check
+        whole = check is not None and not check.at_losses and not micro.done and not micro.by_function
+        if whole and micro.averaged is not None and isinstance(loss, Tensor) and loss.dim() == 0:
+            assert check is not None
+            refuse_scalar(loss, check.forward_passes, micro.records, self._number, micro.averaged)
+
     def forget(self) -> None:
         """A new logical batch begins: compare nothing of the last."""
+        self._backward_calls.forget()
         self._checked, self._waiting, self._functions = [], [], []
 
     def compare(self, parameters: dict[str, nn.Parameter], live: dict[str, nn.Parameter]) -> int:
@@ -210,7 +226,8 @@ class SelfCheck:
             for forward_pass in micro.check.forward_passes if micro.check and micro.done else ():
                 if forward_pass.grads is not None:
                     self._seen |= forward_pass.steps
-                    forward_pass.outputs, forward_pass.averaged = (), bool(micro.averaged)
+                    forward_pass.outputs, forward_pass.tapped = (), ()
+                    forward_pass.averaged = bool(micro.averaged)
                     self._waiting.append(forward_pass)
         self._checked = []
 

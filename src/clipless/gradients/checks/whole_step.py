@@ -28,7 +28,7 @@ from clipless.gradients.checks.totals import HALF_TOLERANCE, NEARLY, change, dif
 from clipless.gradients.records import TROUBLES
 from clipless.random_state import Generator, same_random_state
 from clipless.sampling.loader import DrawnPart
-from clipless.sampling.rows import BatchRows, copied, likely_dims, placed_like
+from clipless.sampling.rows import BatchRows, copied, placed_like, rows_of
 
 # A record's loss that differs by more, relative, is another loss, unless rounding explains it; by more than the second it is
 # refused even then.
@@ -41,7 +41,7 @@ EXPLAINED = 10.0
 FEW = 4
 
 Message = Callable[[str], CliplessError]
-Parameters = Mapping[str, nn.Parameter]
+NamedParameters = Mapping[str, nn.Parameter]
 
 
 class WholeStep:
@@ -71,7 +71,7 @@ class WholeStep:
         self.losses = torch.zeros(0)
         self.totals: dict[str, Tensor] = {}
 
-    def refuse(self, parameters: Parameters | None, live: Parameters | None = None) -> None:
+    def refuse(self, parameters: NamedParameters | None, live: NamedParameters | None = None) -> None:
         """Run the function again, and raise if it keeps state, mixes records, or has gradients that the engine lost; without
         `parameters`, gradients are not compared. `live` are the objects that the model holds for them now, where these
         are others."""
@@ -79,7 +79,8 @@ class WholeStep:
             base, self._random = self._run(self._batch)
             self._half |= base.dtype.itemsize < 4
             self._refuse_state(base)
-            rows = self._rows() if self.records > 1 else None
+            known = None if self._drawn is None else self._drawn.dims()
+            rows = rows_of(self._batch, self.records, known) if self.records > 1 else None
             if rows is not None:
                 self._refuse_mixed(base, rows)
         if parameters is not None:
@@ -99,16 +100,6 @@ class WholeStep:
         self._compare(self.losses, base, messages.keeps_state, self._batch, None)
 
     # Records stay apart.
-
-    def _rows(self) -> BatchRows | None:
-        """The batch with its rows, if they can be found."""
-        dims = None if self._drawn is None else self._drawn.dims()
-        for candidate in (dims, likely_dims(self._batch, self.records)):
-            if candidate is not None:
-                rows = BatchRows(self._batch, self.records, candidate)
-                if rows.usable:
-                    return rows
-        return None
 
     def _refuse_mixed(self, base: Tensor, rows: BatchRows) -> None:
         some = some_of(self.records, self._number)
@@ -151,7 +142,7 @@ class WholeStep:
     # No gradient is lost.
 
     def _refuse_lost(
-        self, base: Tensor, rows: BatchRows | None, parameters: Parameters, gathered: Parameters | None
+        self, base: Tensor, rows: BatchRows | None, parameters: NamedParameters, gathered: NamedParameters | None
     ) -> None:
         """Raise if the sums over the judged records are not what plain autograd gives for them."""
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -169,7 +160,7 @@ class WholeStep:
             raise messages.lost_gradient(name)
 
     def _lost(
-        self, losses: Tensor | None, mask: Tensor | None, trained: Parameters, gathered: Parameters | None
+        self, losses: Tensor | None, mask: Tensor | None, trained: NamedParameters, gathered: NamedParameters | None
     ) -> dict[str, float]:
         if losses is None:
             losses, _ = self._run(self._batch)

@@ -9,6 +9,7 @@ A share is bounded by the threshold times √(r/χ²_r), not by the threshold: s
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from clipless.gradients.capture.receiver import TRAINING
 from clipless.gradients.capture.refusals import refuse_module
 from clipless.gradients.capture.stand_ins import StandIns
 from clipless.gradients.capture.watch import StateWatch, StructureWatch
+from clipless.gradients.checks.leaves import refuse_foreign_leaves
 from clipless.gradients.checks.passes import ForwardPass, Rerun
 from clipless.gradients.checks.seeds import sketch
 from clipless.gradients.checks.self_check import CheckSchedule
@@ -121,6 +123,10 @@ class ProjectionEngine:
         if not self._watch.is_open:
             self._watch.open(closely=due)
 
+    def silenced(self) -> AbstractContextManager[None]:
+        """Inside, the model runs as if it were not private."""
+        return self._hooks.silenced()
+
     def refuse_missed(self) -> None:
         """Does nothing: only a sharded model needs it, and none is trained with projections."""
 
@@ -154,6 +160,8 @@ class ProjectionEngine:
         part, changed, begun = self._part, None, None
         if outermost and part is not None and current_graph_task() == -1:
             self._structure.refuse_changes()
+            if layer.module is not self._model and not part.by_function and self._map.trains(layer.module):
+                raise messages.called_in_parts(layer.name)
             inputs = (args, kwargs)
             messages.refuse_unfit_inputs(layer.name, inputs, part.records)
             refuse_inputs(layer.name, inputs)
@@ -205,18 +213,21 @@ class ProjectionEngine:
         if not part.records:
             part.done = True
             return
-        whole = None
+        part.by_function, whole = True, None
         if part.due:
             whole = WholeStep(function, self._model, batch, part.records, self._number, drawn, self._generators)
         losses = function(self._model, batch)
         with torch.autocast(next(iter(self.parameters.values())).device.type, enabled=False):
-            self.backward(losses)
+            self._backward(losses, function, batch)
         if whole is not None:
             whole.losses = losses.detach()
             self._functions.append(whole)
 
     def backward(self, losses: Tensor) -> None:
         """From one loss for each record: estimate the norms, and add the clipped sum."""
+        self._backward(losses, None, None)
+
+    def _backward(self, losses: Tensor, function: LossFunction | None, batch: Any) -> None:
         part = self._part
         refuse_losses(losses, part)
         assert part is not None
@@ -228,6 +239,7 @@ class ProjectionEngine:
         if part.modes and part.modes != list(map(TRAINING, self.modules)):
             raise messages.modes_changed()
         if part.records:
+            refuse_foreign_leaves(losses, set(map(id, self.parameters.values())), True, function, batch)
             if not part.passes:
                 raise Misuse("the losses do not come from this model: compute them from what model(x) returned.")
             with self._hooks.silenced():
