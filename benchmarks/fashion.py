@@ -86,6 +86,7 @@ def begin(name: str, data: data_sets.Data, arguments: argparse.Namespace) -> Run
             epochs=arguments.epochs,
             clipping=arguments.clipping,
             seed=arguments.seed,
+            loss_reduction="mean",
         )
         loader: Iterable[Any] = private.loader
     elif name == "plain":

@@ -76,7 +76,9 @@ def main():
 
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
-    private = clipless.make_private(model, optimizer, train_loader, epsilon=3.0, epochs=args.epochs)
+    private = clipless.make_private(
+        model, optimizer, train_loader, epsilon=3.0, epochs=args.epochs, loss_reduction="mean"
+    )
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
     for epoch in range(1, args.epochs + 1):
         train(model, private.loader, optimizer, epoch)

@@ -52,7 +52,15 @@ def run(clipping: Clipping, seed: int, epochs: int) -> dict[str, Any]:
     model = models.build("mlp", digits.shape, digits.classes)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     private = clipless.make_private(
-        model, optimizer, digits.train, epsilon=EPSILON, batch_size=BATCH, epochs=epochs, clipping=clipping, seed=seed
+        model,
+        optimizer,
+        digits.train,
+        epsilon=EPSILON,
+        batch_size=BATCH,
+        epochs=epochs,
+        clipping=clipping,
+        seed=seed,
+        loss_reduction="mean",
     )
     thresholds = []
     for _ in range(private.epochs):

@@ -136,7 +136,15 @@ def test_every_clipping_costs_the_same(name: str) -> None:
     data = torch.utils.data.TensorDataset(torch.ones(20, 2), torch.zeros(20, dtype=torch.long))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private = clipless.make_private(
-        model, optimizer, data, noise_multiplier=1.3, batch_size=5, steps=3, clipping=name, seed=0
+        model,
+        optimizer,
+        data,
+        noise_multiplier=1.3,
+        batch_size=5,
+        steps=3,
+        clipping=name,
+        seed=0,
+        loss_reduction="mean",
     )
     for x, y in private.loader:
         torch.nn.functional.cross_entropy(model(x), y).backward()

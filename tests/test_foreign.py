@@ -26,7 +26,7 @@ def parts() -> tuple[nn.Module, Optimizer, TensorDataset]:
 def attach(data: Any = None, **changes: Any) -> Private:
     model, optimizer, own = parts()
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 5, "seed": 3} | changes
-    return clipless.make_private(model, optimizer, own if data is None else data, **settings)
+    return clipless.make_private(model, optimizer, own if data is None else data, **settings, loss_reduction="mean")
 
 
 # Names of arguments.
@@ -55,7 +55,11 @@ def test_a_call_as_opacus_has_it_is_answered() -> None:
     model, optimizer, data = parts()
     with pytest.raises(InvalidType, match="has no argument module=. What you mean is model="):
         clipless.make_private(  # type: ignore[call-arg]
-            module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=4), max_grad_norm=1.0
+            module=model,
+            optimizer=optimizer,
+            data_loader=DataLoader(data, batch_size=4),
+            max_grad_norm=1.0,
+            loss_reduction="mean",
         )
 
 
@@ -129,9 +133,9 @@ def test_what_accelerate_prepares_is_trained_on(shuffle: bool) -> None:
     prepared = accelerate.Accelerator(cpu=True).prepare(model, optimizer, DataLoader(data, BATCH, shuffle=shuffle))
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "epochs": 1}
     with pytest.raises(InvalidType, match=r"wraps another optimizer: .*optimizer\.optimizer"):
-        clipless.make_private(*prepared, **settings)
+        clipless.make_private(*prepared, **settings, loss_reduction="mean")
     model, wrapper, loader = prepared
-    private = clipless.make_private(model, optimizer, loader, **settings)
+    private = clipless.make_private(model, optimizer, loader, **settings, loss_reduction="mean")
     for x, y in private.loader:
         wrapper.zero_grad()
         F.cross_entropy(model(x), y).backward()

@@ -48,7 +48,9 @@ def network() -> nn.Sequential:
 
 def attach(model: nn.Module, optimizer: Optimizer, data: Any = None, **changes: Any) -> Private:
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "batch_size": BATCH, "steps": 20, "seed": 3} | changes
-    return clipless.make_private(model, optimizer, dataset() if data is None else data, **settings)
+    return clipless.make_private(
+        model, optimizer, dataset() if data is None else data, **settings, loss_reduction="mean"
+    )
 
 
 def state(model: nn.Module, optimizer: Optimizer, private: Private | None = None) -> list[Any]:
@@ -230,7 +232,7 @@ def test_arguments_that_cannot_be_meant_are_refused(number: int) -> None:
     settings |= {"noise_multiplier": 1.0, "delta": 1e-5, "batch_size": BATCH, "steps": 20}
     before, everywhere = state(model, optimizer), set(_global_optimizer_pre_hooks)
     with pytest.raises(error, match=remedy):
-        clipless.make_private(**settings | changes)
+        clipless.make_private(**settings | changes, loss_reduction="mean")
     assert equal(state(model, optimizer), before)
     assert set(_global_optimizer_pre_hooks) <= everywhere
     attach(model, optimizer).detach()
@@ -859,5 +861,12 @@ def test_a_delta_above_one_over_n_is_warned_of() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match=r"above 1/N.*Choose delta below 1/N"):
         clipless.make_private(
-            model, optimizer, dataset(), noise_multiplier=1.0, delta=0.5, batch_size=BATCH, steps=2
+            model,
+            optimizer,
+            dataset(),
+            noise_multiplier=1.0,
+            delta=0.5,
+            batch_size=BATCH,
+            steps=2,
+            loss_reduction="mean",
         ).detach()

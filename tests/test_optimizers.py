@@ -61,6 +61,7 @@ def trajectory(make: Make, threshold: float, **settings: Any) -> Tensor:
         steps=STEPS,
         clipping=clipless.auto_s(threshold=threshold),
         seed=5,
+        loss_reduction="mean",
     )
     for x, y in private.loader:
         optimizer.zero_grad()

@@ -76,7 +76,9 @@ class WithUnused(nn.Module):
 def attach(model: nn.Module, optimizer: Optimizer, data: Any = None, **changes: Any) -> Private:
     """make_private with small defaults; an argument of None takes the default away."""
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "batch_size": BATCH, "steps": 6, "seed": 7} | changes
-    return clipless.make_private(model, optimizer, dataset() if data is None else data, **settings)
+    return clipless.make_private(
+        model, optimizer, dataset() if data is None else data, **settings, loss_reduction="mean"
+    )
 
 
 def fresh(model: nn.Module | None = None, data: Any = None, **changes: Any) -> tuple[nn.Module, Optimizer, Private]:

@@ -32,7 +32,9 @@ def attach(model: nn.Module, data: tuple[Tensor, ...], lr: float = 0.1, **change
     """Every record in every batch."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp", "steps": 4, "seed": 1} | changes
-    private = clipless.make_private(model, optimizer, TensorDataset(*data), batch_size=len(data[0]), **settings)
+    private = clipless.make_private(
+        model, optimizer, TensorDataset(*data), batch_size=len(data[0]), **settings, loss_reduction="mean"
+    )
     return private, optimizer
 
 

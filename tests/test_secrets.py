@@ -183,7 +183,9 @@ def library_run(clipping: str, folder: Path, capfd: pytest.CaptureFixture[str]) 
         "steps": 6,
         "accountant": "rdp",
     }
-    private = clipless.make_private(model, optimizer, TensorDataset(x, y), clipping=clipping, seed=0, **budget)
+    private = clipless.make_private(
+        model, optimizer, TensorDataset(x, y), clipping=clipping, seed=0, **budget, loss_reduction="mean"
+    )
     private.save_to(folder / "ledger.jsonl")
     for features, labels in private.loader:
         optimizer.zero_grad()

@@ -36,7 +36,9 @@ def network() -> nn.Sequential:
 
 def attach(model: nn.Module, optimizer: Optimizer, data: Any = None, **changes: Any) -> Private:
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "batch_size": BATCH, "steps": 20, "seed": 3} | changes
-    return clipless.make_private(model, optimizer, dataset() if data is None else data, **settings)
+    return clipless.make_private(
+        model, optimizer, dataset() if data is None else data, **settings, loss_reduction="mean"
+    )
 
 
 def fresh(make: Callable[..., Optimizer] = SGD, **changes: Any) -> tuple[nn.Sequential, Optimizer, Private]:

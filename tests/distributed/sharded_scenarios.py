@@ -84,7 +84,7 @@ def trained(model: nn.Module, scalar: bool = False, **changes: Any) -> list[list
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     # Less noise than elsewhere: there are a thousand times as many parameters, and each gets as much.
     settings: dict[str, Any] = PLAN | {"steps": 4, "noise_multiplier": 1e-7} | changes
-    private = clipless.make_private(model, optimizer, data, **settings)
+    private = clipless.make_private(model, optimizer, data, **settings, loss_reduction="mean")
     found = []
     for parts in private.loader.microbatches(2):
         optimizer.zero_grad()
@@ -204,7 +204,9 @@ def held(group: Any) -> dict[str, int]:
     everything = sum(p.numel() for p in model.parameters())
     optimizer = AdamW(model.parameters())
     data = TensorDataset(torch.zeros(SIZE, 6, dtype=torch.long), torch.zeros(SIZE, dtype=torch.long))
-    private = clipless.make_private(model, optimizer, data, **(PLAN | {"steps": 1, "group": group}))
+    private = clipless.make_private(
+        model, optimizer, data, **(PLAN | {"steps": 1, "group": group}), loss_reduction="mean"
+    )
     for x, y in private.loader:
         private.backward(F.cross_entropy(model(x), y, reduction="none"))
         optimizer.step()
@@ -273,7 +275,9 @@ def refusals(group: Any) -> dict[str, str]:
         "other ranks": tried(sharded(network(), group), group=None) if dist.get_rank() == 0 else "",
         "alone": tried(sharded(network(), group), group=False),
         "early optimizer": refused(
-            lambda: clipless.make_private(bare, early, dataset(), **(PLAN | {"steps": 2, "group": group}))
+            lambda: clipless.make_private(
+                bare, early, dataset(), **(PLAN | {"steps": 2, "group": group}), loss_reduction="mean"
+            )
         ),
         "check": tried(sharded(network(), group), check=check),
         "checked": refused(lambda: clipless.check(sharded(network(), group), *check)),
@@ -352,7 +356,11 @@ def begin_dropout(group: Any = None, shard: bool = True) -> tuple[nn.Module, Opt
     torch.manual_seed(100 + (dist.get_rank(group) if dist.is_initialized() else 0))
     optimizer = AdamW(model.parameters(), lr=0.1)
     settings: dict[str, Any] = {"steps": 6, "seed": None, "noise_multiplier": 1.0, "clipping": "dc-e", "group": group}
-    return model, optimizer, clipless.make_private(model, optimizer, dataset(), **(PLAN | settings))
+    return (
+        model,
+        optimizer,
+        clipless.make_private(model, optimizer, dataset(), **(PLAN | settings), loss_reduction="mean"),
+    )
 
 
 def state(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:

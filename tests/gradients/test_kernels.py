@@ -270,7 +270,7 @@ def test_a_run_by_any_kernels_is_the_same_up_to_rounding(groups: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         private = clipless.make_private(
             model, optimizer, TensorDataset(x, y), noise_multiplier=1.0, delta=1e-3, batch_size=4, steps=3, seed=2,
-            clipping=clipless.auto_s(groups=groups), kernels=choice,
+            clipping=clipless.auto_s(groups=groups), kernels=choice, loss_reduction="mean"
         )  # fmt: skip
         for images, classes in private.loader:
             optimizer.zero_grad()
@@ -287,7 +287,9 @@ def test_what_cannot_be_kernels_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.zeros(4, 2))
     with pytest.raises(InvalidType, match=r"clipless\.Kernels\(memory_cap"):
-        clipless.make_private(model, optimizer, data, noise_multiplier=1.0, batch_size=2, steps=1, kernels="time")  # type: ignore[arg-type]
+        clipless.make_private(
+            model, optimizer, data, noise_multiplier=1.0, batch_size=2, steps=1, kernels="time", loss_reduction="mean"
+        )  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="negative"):
         Kernels(memory_cap=-1)
     with pytest.raises(InvalidType, match="whole number"):

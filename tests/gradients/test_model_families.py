@@ -351,6 +351,7 @@ def test_a_model_trains_through_make_private_with_its_check_first() -> None:
         epochs=2,
         clipping="dc-e",
         check=(losses(architecture), first),
+        loss_reduction="mean",
     )
     for _ in range(private.epochs):
         for parts in private.loader.microbatches(2):

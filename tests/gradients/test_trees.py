@@ -91,7 +91,9 @@ def test_an_empty_batch_comes_back_empty_in_a_dataclass() -> None:
     model = Whole(nn.Linear(D, D))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.TensorDataset(torch.randn(20, T, D), torch.arange(20) % 3)
-    private = clipless.make_private(model, optimizer, data, noise_multiplier=1.0, batch_size=1, steps=8, seed=2)
+    private = clipless.make_private(
+        model, optimizer, data, noise_multiplier=1.0, batch_size=1, steps=8, seed=2, loss_reduction="mean"
+    )
     sizes = []
     for x, y in private.loader:
         output = model(x)

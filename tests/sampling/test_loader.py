@@ -43,7 +43,7 @@ def _workers_are_let_go() -> Iterator[None]:
 
 def attach(model: nn.Module, optimizer: Optimizer, data: Any, **changes: Any) -> Private:
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 10, "seed": 1, "accountant": "gdp"} | changes
-    RUNS.append(clipless.make_private(model, optimizer, data, **settings))
+    RUNS.append(clipless.make_private(model, optimizer, data, **settings, loss_reduction="mean"))
     return RUNS[-1]
 
 

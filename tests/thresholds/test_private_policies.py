@@ -43,6 +43,7 @@ class Run:
             seed=seed,
             delta=1e-5,
             **(budget or {"noise_multiplier": SIGMA}),
+            loss_reduction="mean",
         )
 
     def go(self, steps: int | None = None, part: int | None = None) -> "Run":
@@ -194,7 +195,16 @@ def test_an_all_empty_run_is_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -
     optimizer = torch.optim.Adam(model.parameters())
     data = TensorDataset(torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
     private = clipless.make_private(
-        model, optimizer, data, noise_multiplier=1.0, delta=1e-5, batch_size=1, steps=12, clipping=name, seed=1
+        model,
+        optimizer,
+        data,
+        noise_multiplier=1.0,
+        delta=1e-5,
+        batch_size=1,
+        steps=12,
+        clipping=name,
+        seed=1,
+        loss_reduction="mean",
     )
     monkeypatch.setattr(loader, "poisson_sample", lambda key, size, rate: torch.empty(0, dtype=torch.int64))
     empty = 0

@@ -407,6 +407,7 @@ def private_run(clipping: Clipping, steps: int) -> tuple[nn.Module, clipless.Pri
         delta=1e-5,
         noise_multiplier=SIGMA,
         accountant="rdp",
+        loss_reduction="mean",
     )
     return model, private, optimizer
 

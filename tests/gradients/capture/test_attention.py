@@ -73,7 +73,7 @@ def test_a_learned_bias_is_trained_with_dropout_inside(dropout: float) -> None:
     clipping = clipless.abadi(threshold=1e3)
     private = clipless.make_private(
         model, optimizer, data, batch_size=8, steps=1, noise_multiplier=1e-9, delta=0.1, clipping=clipping, seed=1,
-        accountant="gdp",
+        accountant="gdp", loss_reduction="mean"
     )  # fmt: skip
     for x, y in private.loader:
         torch.manual_seed(5)

@@ -57,7 +57,16 @@ def test_masks_that_come_and_go_are_learned_each_way() -> None:
     data = torch.utils.data.TensorDataset(torch.randn(12, T, D), mask, torch.arange(12) % 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     private = clipless.make_private(
-        model, optimizer, data, noise_multiplier=1e-9, delta=1e-5, batch_size=4, steps=8, seed=1, clipping="abadi"
+        model,
+        optimizer,
+        data,
+        noise_multiplier=1e-9,
+        delta=1e-5,
+        batch_size=4,
+        steps=8,
+        seed=1,
+        clipping="abadi",
+        loss_reduction="mean",
     )
     seen = set()
     for x, some, y in private.loader:
@@ -132,7 +141,9 @@ def test_an_empty_batch_is_stepped_where_zeros_are_refused(make: Callable[[], nn
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.TensorDataset(torch.randn(20, T, D), mask, torch.arange(20) % 3)
-    private = clipless.make_private(model, optimizer, data, noise_multiplier=1.0, batch_size=1, steps=8, seed=2)
+    private = clipless.make_private(
+        model, optimizer, data, noise_multiplier=1.0, batch_size=1, steps=8, seed=2, loss_reduction="mean"
+    )
     sizes = []
     for x, some, y in private.loader:
         state = torch.get_rng_state()
@@ -156,7 +167,9 @@ def test_a_model_that_takes_no_stand_in_shows_its_own_error() -> None:
     model = Never()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.TensorDataset(torch.randn(20, T, D), torch.ones(20, T).bool(), torch.arange(20) % 3)
-    private = clipless.make_private(model, optimizer, data, noise_multiplier=1.0, batch_size=1, steps=8, seed=2)
+    private = clipless.make_private(
+        model, optimizer, data, noise_multiplier=1.0, batch_size=1, steps=8, seed=2, loss_reduction="mean"
+    )
 
     def train() -> None:
         for x, mask, y in private.loader:

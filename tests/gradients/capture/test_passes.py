@@ -34,7 +34,9 @@ def attach(
     data = torch.utils.data.TensorDataset(torch.randn(SIZE, D, generator=generator), torch.arange(SIZE) % 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     settings = {"noise_multiplier": 1e-9, "delta": 1e-5, "batch_size": size, "steps": steps, "seed": 2}
-    return clipless.make_private(model, optimizer, data, clipping=clipping, **settings), optimizer
+    return clipless.make_private(
+        model, optimizer, data, clipping=clipping, **settings, loss_reduction="mean"
+    ), optimizer
 
 
 def assert_released(

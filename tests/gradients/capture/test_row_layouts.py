@@ -308,7 +308,9 @@ def test_private_steps_with_empty_and_full_batches(name: str) -> None:
         torch.manual_seed(7)
         model, data = MODELS[name](), torch.utils.data.TensorDataset(*batch_of(12))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        private = clipless.make_private(model, optimizer, data, noise_multiplier=1.0, batch_size=3, steps=6, seed=3)
+        private = clipless.make_private(
+            model, optimizer, data, noise_multiplier=1.0, batch_size=3, steps=6, seed=3, loss_reduction="mean"
+        )
         sizes = []
         for parts in private.loader.microbatches(2) if micro else ([batch] for batch in private.loader):
             optimizer.zero_grad()

@@ -344,7 +344,9 @@ def test_empty_batches_are_steps_of_noise(make: Callable[[], nn.Module]) -> None
     model = nn.Sequential(nn.Dropout(0.1), make())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     data = torch.utils.data.TensorDataset(torch.randn(30, T, D), torch.arange(30) % 3)
-    private = clipless.make_private(model, optimizer, data, noise_multiplier=1.0, batch_size=1, steps=8, seed=2)
+    private = clipless.make_private(
+        model, optimizer, data, noise_multiplier=1.0, batch_size=1, steps=8, seed=2, loss_reduction="mean"
+    )
     sizes = []
     for x, y in private.loader:
         sizes.append(len(x))
@@ -379,7 +381,9 @@ def test_spectral_norm_trains() -> None:
     model = Wrapped(spectral_norm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.TensorDataset(torch.randn(20, T, D), torch.arange(20) % 3)
-    private = clipless.make_private(model, optimizer, data, noise_multiplier=1.0, batch_size=5, steps=4)
+    private = clipless.make_private(
+        model, optimizer, data, noise_multiplier=1.0, batch_size=5, steps=4, loss_reduction="mean"
+    )
     for x, y in private.loader:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -422,7 +426,15 @@ def test_inputs_that_come_and_go_are_learned_each_way() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     data = torch.utils.data.TensorDataset(torch.randn(T, T, D), torch.arange(T) % 3)
     private = clipless.make_private(
-        model, optimizer, data, noise_multiplier=1e-9, delta=1e-5, batch_size=T, steps=4, clipping=clipless.auto_v()
+        model,
+        optimizer,
+        data,
+        noise_multiplier=1e-9,
+        delta=1e-5,
+        batch_size=T,
+        steps=4,
+        clipping=clipless.auto_v(),
+        loss_reduction="mean",
     )
     mask = torch.tensor([0, 1, 0, 1])
     for number, (x, y) in enumerate(private.loader):

@@ -90,7 +90,9 @@ def first_step(private: bool) -> None:
     run = None
     if private:
         data = TensorDataset(x)
-        run = make_private(model, optimizer, data, noise_multiplier=1.0, delta=1e-5, batch_size=len(x), steps=2)
+        run = make_private(
+            model, optimizer, data, noise_multiplier=1.0, delta=1e-5, batch_size=len(x), steps=2, loss_reduction="mean"
+        )
         (x,) = next(iter(run.loader))
     losses = F.cross_entropy(model(x)[:, :-1].mT, x[:, 1:], reduction="none").mean(1)
     losses.mean().backward() if run is None else run.backward(losses)

@@ -289,7 +289,7 @@ def test_a_new_way_of_calling_the_model_is_checked_whenever_it_comes(new_at: int
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     private = clipless.make_private(
         model, optimizer, TensorDataset(x, y), noise_multiplier=1.0, delta=1e-3, accountant="rdp", steps=6, seed=1,
-        batch_size=6,
+        batch_size=6, loss_reduction="mean"
     )  # fmt: skip
 
     def train() -> None:
@@ -437,7 +437,16 @@ def test_a_model_that_returns_its_loss_is_refused_unless_it_is_a_mean_over_the_r
     model = OwnLoss(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private = clipless.make_private(
-        model, optimizer, data, noise_multiplier=1.0, delta=1e-3, accountant="rdp", steps=3, seed=1, batch_size=15
+        model,
+        optimizer,
+        data,
+        noise_multiplier=1.0,
+        delta=1e-3,
+        accountant="rdp",
+        steps=3,
+        seed=1,
+        batch_size=15,
+        loss_reduction="mean",
     )
 
     def train() -> None:

@@ -138,7 +138,7 @@ def test_models_train(name: str) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     private = clipless.make_private(
         model, optimizer, TensorDataset(x, y), batch_size=10, steps=3, epsilon=8.0, delta=1e-3, gradients="jl",
-        projections=4, seed=1,
+        projections=4, seed=1, loss_reduction="mean"
     )  # fmt: skip
     before = [p.detach().clone() for p in model.parameters()]
     for a, b in private.loader:
@@ -183,7 +183,7 @@ def test_each_release_is_the_sum_clipped_by_the_estimates_plus_noise(name: str, 
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     private = clipless.make_private(
         net, optimizer, data, batch_size=20, steps=4, clipping=clipping, seed=5, delta=1e-5, noise_multiplier=1.3,
-        gradients="jl", projections=3,
+        gradients="jl", projections=3, loss_reduction="mean"
     )  # fmt: skip
     for step, some in enumerate(private.loader.microbatches(parts or 80)):
         weights, records = {n: p.detach().clone() for n, p in net.named_parameters()}, []
@@ -434,7 +434,7 @@ def test_after_an_exception_the_same_batch_gives_the_same_release(where: str) ->
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         private = clipless.make_private(
             model, optimizer, dataset(), gradients="jl", projections=3, batch_size=20, steps=2, noise_multiplier=1.0,
-            seed=1, delta=1e-5,
+            seed=1, delta=1e-5, loss_reduction="mean"
         )  # fmt: skip
         x, y = next(iter(private.loader))
         if interrupted:
@@ -514,7 +514,9 @@ def test_models_that_cannot_be_bounded_or_estimated_are_refused(make: Callable[[
 def train(model: nn.Module, losses: Callable[[Tensor, Tensor], Tensor], data: Any = None, **options: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"batch_size": 20, "steps": 2, "noise_multiplier": 1.0, "delta": 1e-5, "seed": 1, "projections": 3}
-    private = clipless.make_private(model, optimizer, data or dataset(), gradients="jl", **{**given, **options})
+    private = clipless.make_private(
+        model, optimizer, data or dataset(), gradients="jl", **{**given, **options}, loss_reduction="mean"
+    )
     for x, y in private.loader:
         private.backward(losses(model(x), y))
         optimizer.step()
@@ -593,7 +595,7 @@ def test_wrong_loops_are_refused_and_show_nothing(wrong: Any, message: str) -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private = clipless.make_private(
         model, optimizer, dataset(), gradients="jl", projections=2, batch_size=20, steps=2, noise_multiplier=1.0, seed=1,
-        delta=1e-5,
+        delta=1e-5, loss_reduction="mean"
     )  # fmt: skip
     before = [p.detach().clone() for p in model.parameters()]
     x, y = next(iter(private.loader))

@@ -55,7 +55,15 @@ def private_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Any, tor
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     records = len(batch[0])
     private = clipless.make_private(
-        model, optimizer, TensorDataset(*batch), noise_multiplier=1.0, delta=1e-5, batch_size=records, steps=9, seed=0
+        model,
+        optimizer,
+        TensorDataset(*batch),
+        noise_multiplier=1.0,
+        delta=1e-5,
+        batch_size=records,
+        steps=9,
+        seed=0,
+        loss_reduction="mean",
     )
     return private, optimizer
 

@@ -75,6 +75,7 @@ class WholeStep:
         """Run the function again, and raise if it keeps state, mixes records, or has gradients that the engine lost; without
         `parameters`, gradients are not compared. `live` are the objects that the model holds for them now, where these
         are others."""
+        self.judged = self.judged if parameters is not None else None
         with torch.no_grad():
             base, self._random = self._run(self._batch)
             self._half |= base.dtype.itemsize < 4
@@ -103,12 +104,14 @@ class WholeStep:
 
     def _refuse_mixed(self, base: Tensor, rows: BatchRows) -> None:
         some = some_of(self.records, self._number)
-        for half in (~some, some):
+        for half in (
+            (~some, some) if self.judged is None else (~some,)
+        ):  # the judged half has its gradients compared too
             self._compare_half(base, rows, half, self._random)
         if self._random:
             calm, random = self._run(self._batch, evaluate=True)
-            for half in () if random else (~some, some):
-                self._compare_half(calm, rows, half, False, evaluate=True)
+            if not random:
+                self._compare_half(calm, rows, some, False, evaluate=True)
 
     def _compare_half(
         self, base: Tensor, rows: BatchRows, half: Tensor, in_place: bool, evaluate: bool = False
