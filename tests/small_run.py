@@ -66,6 +66,10 @@ def begin(
     chosen = (optimizer or (lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9)))(model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(chosen, 0.95)
     private = clipless.make_private(
-        model, chosen, dataset() if data is None else data, seed=seed, **{**PLAN, **options}, loss_reduction="mean"
+        model,
+        chosen,
+        dataset() if data is None else data,
+        seed=seed,
+        **{"loss_reduction": "mean", **{**PLAN, **options}},
     )
     return Run(model, chosen, scheduler, private)

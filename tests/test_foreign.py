@@ -26,7 +26,9 @@ def parts() -> tuple[nn.Module, Optimizer, TensorDataset]:
 def attach(data: Any = None, **changes: Any) -> Private:
     model, optimizer, own = parts()
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 5, "seed": 3} | changes
-    return clipless.make_private(model, optimizer, own if data is None else data, **settings, loss_reduction="mean")
+    return clipless.make_private(
+        model, optimizer, own if data is None else data, **{"loss_reduction": "mean", **settings}
+    )
 
 
 # Names of arguments.
@@ -133,9 +135,9 @@ def test_what_accelerate_prepares_is_trained_on(shuffle: bool) -> None:
     prepared = accelerate.Accelerator(cpu=True).prepare(model, optimizer, DataLoader(data, BATCH, shuffle=shuffle))
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "epochs": 1}
     with pytest.raises(InvalidType, match=r"wraps another optimizer: .*optimizer\.optimizer"):
-        clipless.make_private(*prepared, **settings, loss_reduction="mean")
+        clipless.make_private(*prepared, **{"loss_reduction": "mean", **settings})
     model, wrapper, loader = prepared
-    private = clipless.make_private(model, optimizer, loader, **settings, loss_reduction="mean")
+    private = clipless.make_private(model, optimizer, loader, **{"loss_reduction": "mean", **settings})
     for x, y in private.loader:
         wrapper.zero_grad()
         F.cross_entropy(model(x), y).backward()

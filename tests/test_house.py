@@ -223,4 +223,5 @@ def test_signatures_agree_with_the_defaults() -> None:
     assert inspect.signature(clipless.make_private).parameters["accountant"].default == defaults.ACCOUNTANT
     assert inspect.signature(clipless.epsilon).parameters["accountant"].default == defaults.ACCOUNTANT
     assert inspect.signature(clipless.noise_multiplier).parameters["accountant"].default == defaults.ACCOUNTANT
-    assert inspect.signature(clipless.make_private).parameters["loss_reduction"].default == defaults.LOSS_REDUCTION
+    for function in (clipless.make_private, clipless.check):
+        assert inspect.signature(function).parameters["loss_reduction"].default is None

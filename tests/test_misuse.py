@@ -49,7 +49,7 @@ def network() -> nn.Sequential:
 def attach(model: nn.Module, optimizer: Optimizer, data: Any = None, **changes: Any) -> Private:
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "batch_size": BATCH, "steps": 20, "seed": 3} | changes
     return clipless.make_private(
-        model, optimizer, dataset() if data is None else data, **settings, loss_reduction="mean"
+        model, optimizer, dataset() if data is None else data, **{"loss_reduction": "mean", **settings}
     )
 
 
@@ -232,7 +232,7 @@ def test_arguments_that_cannot_be_meant_are_refused(number: int) -> None:
     settings |= {"noise_multiplier": 1.0, "delta": 1e-5, "batch_size": BATCH, "steps": 20}
     before, everywhere = state(model, optimizer), set(_global_optimizer_pre_hooks)
     with pytest.raises(error, match=remedy):
-        clipless.make_private(**settings | changes, loss_reduction="mean")
+        clipless.make_private(**{"loss_reduction": "mean"} | settings | changes)
     assert equal(state(model, optimizer), before)
     assert set(_global_optimizer_pre_hooks) <= everywhere
     attach(model, optimizer).detach()

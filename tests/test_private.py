@@ -77,7 +77,7 @@ def attach(model: nn.Module, optimizer: Optimizer, data: Any = None, **changes: 
     """make_private with small defaults; an argument of None takes the default away."""
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "batch_size": BATCH, "steps": 6, "seed": 7} | changes
     return clipless.make_private(
-        model, optimizer, dataset() if data is None else data, **settings, loss_reduction="mean"
+        model, optimizer, dataset() if data is None else data, **{"loss_reduction": "mean", **settings}
     )
 
 

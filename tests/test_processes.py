@@ -39,7 +39,7 @@ def run(model: nn.Module | None = None, workers: int = 0, **changes: Any) -> tup
     optimizer = SGD(model.parameters(), lr=0.1)
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 5, "accountant": "gdp"} | changes
     loader = DataLoader(data, batch_size=10, num_workers=workers, collate_fn=collate if workers else None)
-    return model, optimizer, clipless.make_private(model, optimizer, loader, **settings, loss_reduction="mean")
+    return model, optimizer, clipless.make_private(model, optimizer, loader, **{"loss_reduction": "mean", **settings})
 
 
 def collate(rows: list[Any]) -> Any:

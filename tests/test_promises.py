@@ -33,7 +33,7 @@ def attach(model: nn.Module, data: tuple[Tensor, ...], lr: float = 0.1, **change
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp", "steps": 4, "seed": 1} | changes
     private = clipless.make_private(
-        model, optimizer, TensorDataset(*data), batch_size=len(data[0]), **settings, loss_reduction="mean"
+        model, optimizer, TensorDataset(*data), batch_size=len(data[0]), **{"loss_reduction": "mean", **settings}
     )
     return private, optimizer
 
@@ -90,7 +90,7 @@ def contrastive(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize("loss", [weighted_mean, mean_of_some, contrastive])
 def test_check_judges_the_loss_that_is_trained(loss: Callable[..., Tensor], clipping: str) -> None:
     """Also where clipping hides on this batch what the loss would do on another."""
-    report = clipless.check(network(), loss, records(8), clipping)
+    report = clipless.check(network(), loss, records(8), clipping, "mean")
     assert not report.sound
     assert report.oracle_agreement is False or report.remove_one_record is False
     with pytest.raises(clipless.Unsound):
@@ -102,7 +102,7 @@ def test_check_finds_a_weighted_mean_by_removing_a_record() -> None:
     x, y = records(8)
     y[:] = 0
     y[3] = 1
-    report = clipless.check(network(), weighted_mean, (x, y), "abadi")
+    report = clipless.check(network(), weighted_mean, (x, y), "abadi", "mean")
     assert report.remove_one_record is False
     assert report.largest_change > 1.5
 

@@ -184,7 +184,7 @@ def library_run(clipping: str, folder: Path, capfd: pytest.CaptureFixture[str]) 
         "accountant": "rdp",
     }
     private = clipless.make_private(
-        model, optimizer, TensorDataset(x, y), clipping=clipping, seed=0, **budget, loss_reduction="mean"
+        model, optimizer, TensorDataset(x, y), clipping=clipping, seed=0, **{"loss_reduction": "mean", **budget}
     )
     private.save_to(folder / "ledger.jsonl")
     for features, labels in private.loader:

@@ -37,7 +37,7 @@ def network() -> nn.Sequential:
 def attach(model: nn.Module, optimizer: Optimizer, data: Any = None, **changes: Any) -> Private:
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "batch_size": BATCH, "steps": 20, "seed": 3} | changes
     return clipless.make_private(
-        model, optimizer, dataset() if data is None else data, **settings, loss_reduction="mean"
+        model, optimizer, dataset() if data is None else data, **{"loss_reduction": "mean", **settings}
     )
 
 

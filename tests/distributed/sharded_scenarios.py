@@ -84,7 +84,7 @@ def trained(model: nn.Module, scalar: bool = False, **changes: Any) -> list[list
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     # Less noise than elsewhere: there are a thousand times as many parameters, and each gets as much.
     settings: dict[str, Any] = PLAN | {"steps": 4, "noise_multiplier": 1e-7} | changes
-    private = clipless.make_private(model, optimizer, data, **settings, loss_reduction="mean")
+    private = clipless.make_private(model, optimizer, data, **{"loss_reduction": "mean", **settings})
     found = []
     for parts in private.loader.microbatches(2):
         optimizer.zero_grad()
@@ -205,7 +205,7 @@ def held(group: Any) -> dict[str, int]:
     optimizer = AdamW(model.parameters())
     data = TensorDataset(torch.zeros(SIZE, 6, dtype=torch.long), torch.zeros(SIZE, dtype=torch.long))
     private = clipless.make_private(
-        model, optimizer, data, **(PLAN | {"steps": 1, "group": group}), loss_reduction="mean"
+        model, optimizer, data, **{"loss_reduction": "mean", **(PLAN | {"steps": 1, "group": group})}
     )
     for x, y in private.loader:
         private.backward(F.cross_entropy(model(x), y, reduction="none"))
@@ -276,7 +276,7 @@ def refusals(group: Any) -> dict[str, str]:
         "alone": tried(sharded(network(), group), group=False),
         "early optimizer": refused(
             lambda: clipless.make_private(
-                bare, early, dataset(), **(PLAN | {"steps": 2, "group": group}), loss_reduction="mean"
+                bare, early, dataset(), **{"loss_reduction": "mean", **(PLAN | {"steps": 2, "group": group})}
             )
         ),
         "check": tried(sharded(network(), group), check=check),
@@ -359,7 +359,7 @@ def begin_dropout(group: Any = None, shard: bool = True) -> tuple[nn.Module, Opt
     return (
         model,
         optimizer,
-        clipless.make_private(model, optimizer, dataset(), **(PLAN | settings), loss_reduction="mean"),
+        clipless.make_private(model, optimizer, dataset(), **{"loss_reduction": "mean", **(PLAN | settings)}),
     )
 
 

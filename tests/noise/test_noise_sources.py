@@ -326,7 +326,7 @@ def test_a_parameter_without_dimensions_is_noised(source: str) -> None:
     data = TensorDataset(torch.zeros(6, 2), torch.zeros(6, dtype=torch.int64))
     private = clipless.make_private(
         model, optimizer, data, noise_multiplier=2.0, delta=1e-3, batch_size=batch, steps=steps,
-        clipping=clipless.abadi(threshold=0.5), noise=source, accountant="rdp", **seed, loss_reduction="mean"
+        clipping=clipless.abadi(threshold=0.5), noise=source, accountant="rdp", **{"loss_reduction": "mean", **seed}
     )  # fmt: skip
     seen = []
     for step, (x, y) in enumerate(private.loader):

@@ -135,7 +135,7 @@ def attach(model: nn.Module, data: Dataset[Any] | None = None, **changes: Any) -
     x, y = torch.randn(SIZE, 3, generator=generator), torch.randint(2, (SIZE,), generator=generator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     records = TensorDataset(x, y) if data is None else data
-    return optimizer, clipless.make_private(model, optimizer, records, **settings, loss_reduction="mean")
+    return optimizer, clipless.make_private(model, optimizer, records, **{"loss_reduction": "mean", **settings})
 
 
 def train(model: nn.Module, optimizer: Any, private: Private, part: int | None = None) -> list[Tensor]:

@@ -43,7 +43,7 @@ def _workers_are_let_go() -> Iterator[None]:
 
 def attach(model: nn.Module, optimizer: Optimizer, data: Any, **changes: Any) -> Private:
     settings = {"noise_multiplier": 1.0, "delta": 1e-5, "steps": 10, "seed": 1, "accountant": "gdp"} | changes
-    RUNS.append(clipless.make_private(model, optimizer, data, **settings, loss_reduction="mean"))
+    RUNS.append(clipless.make_private(model, optimizer, data, **{"loss_reduction": "sum", **settings}))
     return RUNS[-1]
 
 
@@ -232,7 +232,7 @@ def test_what_is_trained_does_not_change_the_batches() -> None:
         runs.append([])
         for x, y, number in attach(model, optimizer, data, batch_size=5).loader:
             runs[-1].append(number.tolist())
-            F.cross_entropy(model(x), y).backward()
+            F.cross_entropy(model(x), y, reduction="sum").backward()
             optimizer.step()
     assert runs[0] == runs[1]
 
@@ -435,7 +435,7 @@ def releases(
     for step, batch in enumerate(private.loader, start=1):
         x, y = unpack(batch)
         optimizer.zero_grad()
-        (weight * F.cross_entropy(logits(model, x), y)).backward()
+        (weight * F.cross_entropy(logits(model, x), y, reduction="sum")).backward()
         optimizer.step()
         assert private.ledger.steps == step
         assert {int(state["step"]) for state in optimizer.state.values()} == {step}
@@ -531,7 +531,7 @@ def test_an_empty_batch_moves_the_weights() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for x, y in attach(model, optimizer, records(), batch_size=1, steps=40).loader:
         before = model.weight.detach().clone()
-        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(x), y, reduction="sum").backward()
         optimizer.step()
         assert torch.equal(model.weight, before - model.weight.grad)
         assert not torch.equal(model.weight, before)
@@ -548,7 +548,7 @@ def test_an_empty_batch_has_one_empty_part(data: Any, part_size: int) -> None:
         sizes = []
         for x, y in parts:
             sizes.append(len(x))
-            F.cross_entropy(model(x), y).backward()
+            F.cross_entropy(model(x), y, reduction="sum").backward()
         optimizer.step()
         seen.append(tuple(sizes))
     assert private.ledger.steps == 40

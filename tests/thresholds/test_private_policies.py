@@ -42,8 +42,7 @@ class Run:
             clipping=clipping,
             seed=seed,
             delta=1e-5,
-            **(budget or {"noise_multiplier": SIGMA}),
-            loss_reduction="mean",
+            **{"loss_reduction": "mean", **(budget or {"noise_multiplier": SIGMA})},
         )
 
     def go(self, steps: int | None = None, part: int | None = None) -> "Run":

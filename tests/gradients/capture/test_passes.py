@@ -35,7 +35,7 @@ def attach(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     settings = {"noise_multiplier": 1e-9, "delta": 1e-5, "batch_size": size, "steps": steps, "seed": 2}
     return clipless.make_private(
-        model, optimizer, data, clipping=clipping, **settings, loss_reduction="mean"
+        model, optimizer, data, clipping=clipping, **{"loss_reduction": "mean", **settings}
     ), optimizer
 
 

@@ -82,8 +82,8 @@ def _differ(one: Tensor, other: Tensor, kept: Tensor | None) -> bool:
 def short_path(path: str) -> str:
     """A file and its folder: enough to find it, and nothing of the machine.
 
-    >>> short_path("/home/ada/project/model.py")
-    'project/model.py'
+    >>> short_path("projects/digits/model.py")
+    'digits/model.py'
     """
     return "/".join(Path(path).parts[-2:])
 

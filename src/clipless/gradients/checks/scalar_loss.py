@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clipless.errors import Misuse
 from clipless.gradients.checks.passes import ForwardPass
-from clipless.gradients.checks.seeds import some_of
+from clipless.gradients.checks.seeds import shuffled, some_of
 
 # Second derivatives across records that count, relative to those within: there is nothing to round where records stay apart.
 CURVED = 1e-6
@@ -37,11 +37,12 @@ def _telling(node: Any) -> Iterator[Any]:
     """The nodes at the end of the graph that tell how the loss was reduced."""
     waiting = [] if node is None else [node]
     while waiting:
-        node = waiting.pop()
-        if _reduction(node) is not None:
-            yield node
-        elif node.name().startswith(_ADDITIONS):
-            waiting += [follower for follower, _ in node.next_functions if follower is not None]
+        last = waiting.pop()
+        # One of several sums that are added up may be of something else than losses, such as weights.
+        if _reduction(last) is not None and (last is node or isinstance(getattr(last, "_saved_reduction", None), int)):
+            yield last
+        elif last.name().startswith(_ADDITIONS):
+            waiting += [follower for follower, _ in last.next_functions if follower is not None]
 
 
 def _reduction(node: Any) -> str | None:
@@ -124,5 +125,6 @@ def _masked(tensor: Tensor, dim: int, some: Tensor, records: int) -> Tensor:
 
 
 def _directions(like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(like.numel())
-    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.device, like.dtype)
+    """Numbers without a pattern, for a product in which nothing cancels."""
+    count = like.numel()
+    return (shuffled(count, 1) / count - 0.5).view(like.shape).to(like.device, like.dtype)
