@@ -70,6 +70,6 @@ def begin(
         chosen,
         dataset() if data is None else data,
         seed=seed,
-        **{"loss_reduction": "mean", **{**PLAN, **options}},
+        **{"loss_reduction": "mean", **PLAN, **options},
     )
     return Run(model, chosen, scheduler, private)

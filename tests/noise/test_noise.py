@@ -96,7 +96,9 @@ def attach(model: nn.Module, data: Tensor | None = None, lr: float = 0.0, **chan
     settings |= {"seed": 2, "accountant": "gdp"}
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     records = TensorDataset(torch.ones(SIZE, 1) if data is None else data)
-    return optimizer, clipless.make_private(model, optimizer, records, **{"loss_reduction": "mean"} | settings | changes)
+    return optimizer, clipless.make_private(
+        model, optimizer, records, **{"loss_reduction": "mean"} | settings | changes
+    )
 
 
 def released(count: int, weight: float = 0.0, **changes: Any) -> tuple[list[int], list[dict[str, Tensor]]]:

@@ -8,19 +8,22 @@ from torch import Tensor, nn
 
 from clipless.clipped import LossFunction
 from clipless.errors import InvalidArgument, InvalidType, Misuse
-from clipless.gradients.capture.hooks import Hooks
+from clipless.gradients.capture.hooks import Hooks, Tap
 from clipless.gradients.capture.micro_batch import MicroBatch
 from clipless.gradients.capture.model_map import ModelMap
 from clipless.gradients.capture.receiver import Receiver
 from clipless.gradients.capture.recorder import Recorder
 from clipless.gradients.capture.watch import StateWatch
-from clipless.gradients.checks.leaves import refuse_foreign_leaves
-from clipless.gradients.checks.self_check import SelfCheck
+from clipless.gradients.checks.leaves import LossGraph, refuse_foreign_leaves
+from clipless.gradients.checks.self_check import OutputTap, SelfCheck
 from clipless.gradients.kernels import Kernels
 from clipless.gradients.shards import Shards, refuse_sharded
 from clipless.gradients.sums import ClippedSums, Factors, Observe
 from clipless.partition import Partition
 from clipless.sampling.loader import DrawnPart
+
+# Operations at which the model ends, seen from the losses.
+STOPS = (Tap._backward_cls, OutputTap._backward_cls)
 
 
 class Engine:
@@ -116,15 +119,25 @@ class Engine:
             return
         micro.by_function = True
         self._self_check.begin_function(function, self._model, batch, micro, drawn)
+        before = torch.get_rng_state()
         losses = function(self._model, batch)
+        graph = _graph(losses, micro)
+        if self._shards is None and self._self_check.is_new_path(graph, micro):
+            torch.set_rng_state(before)  # begin again, and check
+            micro = MicroBatch(micro.records, None, due=True, by_function=True)
+            self.receiver.open(micro)
+            self._recorder.restore()
+            self._self_check.begin_function(function, self._model, batch, micro, drawn)
+            losses = function(self._model, batch)
+            graph = _graph(losses, micro)
         with torch.autocast(self._device, enabled=False):
-            self._backward(losses, function, batch)
+            self._backward(losses, graph, function, batch)
 
     def backward(self, losses: Tensor) -> None:
         """Run the backward pass from one loss for each record of the open micro-batch."""
-        self._backward(losses, None, None)
+        self._backward(losses, _graph(losses, self.receiver.micro), None, None)
 
-    def _backward(self, losses: Tensor, function: LossFunction | None, batch: Any) -> None:
+    def _backward(self, losses: Tensor, graph: LossGraph | None, function: LossFunction | None, batch: Any) -> None:
         micro = self.receiver.micro
         if (
             micro is None
@@ -135,9 +148,8 @@ class Engine:
             refuse_losses(losses, micro)
         assert micro is not None
         micro.averaged, micro.scale = False, 1.0
-        if micro.records and losses.requires_grad:
-            known = {*map(id, micro.anchors), *self._reachable}
-            refuse_foreign_leaves(losses, known, micro.check is not None, function, batch)
+        if graph is not None:
+            refuse_foreign_leaves(graph.leaves, {*map(id, micro.anchors), *self._reachable}, function, batch)
             if micro.check is not None:
                 micro.check.seed_losses(losses)
                 if micro.whole is not None and micro.check.forward_passes:
@@ -174,6 +186,13 @@ class Engine:
         """The clipped sum of every parameter, in memory that the engine uses again for the next batch. For a sharded model:
         this process's part of the sum over all processes."""
         return self._sums.complete()
+
+
+def _graph(losses: object, micro: MicroBatch | None) -> LossGraph | None:
+    """The graph behind the losses of a micro-batch that has records: in a checked pass all of it. None if there is none."""
+    if micro is None or not micro.records or not isinstance(losses, Tensor) or not losses.requires_grad:
+        return None
+    return LossGraph(losses, STOPS, everywhere=micro.check is not None)
 
 
 def no_batch() -> Misuse:

@@ -515,7 +515,7 @@ def train(model: nn.Module, losses: Callable[[Tensor, Tensor], Tensor], data: An
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"batch_size": 20, "steps": 2, "noise_multiplier": 1.0, "delta": 1e-5, "seed": 1, "projections": 3}
     private = clipless.make_private(
-        model, optimizer, data or dataset(), gradients="jl", **{"loss_reduction": "mean", **{**given, **options}}
+        model, optimizer, data or dataset(), gradients="jl", **{"loss_reduction": "mean", **given, **options}
     )
     for x, y in private.loader:
         private.backward(losses(model(x), y))

@@ -1,42 +1,63 @@
-"""The leaves of the graph behind the losses: what outside the released parameters would be trained without noise."""
+"""The graph behind the losses: its leaves, of which none may be trained without noise, and its path outside the model."""
 
 import gc
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from clipless.errors import Misuse
-from clipless.gradients.capture.hooks import Tap
 
-_TAP = Tap._backward_cls
+# The pairs of operations that follow each other in a graph.
+Path = frozenset[tuple[type, type]]
 
 
-def leaves_behind(losses: Tensor, everywhere: bool) -> Iterator[Tensor]:
-    """The leaves of the graph that require a gradient; without `everywhere` only those that no tap is above of, which are
-    outside of the private model."""
-    node = losses.grad_fn
-    waiting: list[Any] = [] if node is None else [node]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            yield node.variable
-        if not everywhere and type(node) is _TAP:
-            continue
-        for follower, _ in node.next_functions:
-            if follower is not None and follower not in seen:
-                seen.add(follower)
-                waiting.append(follower)
+class LossGraph:
+    """The graph behind some losses: its `leaves`, up to the operations at which the model `stops` or `everywhere`, and its
+    `path`, the pairs of operations outside the model that follow each other. Another path is another computation."""
+
+    def __init__(self, losses: Tensor, stops: Collection[type], everywhere: bool = False) -> None:
+        self.leaves: list[Tensor] = []
+        pairs: set[tuple[type, type]] = set()
+        self._walk([losses.grad_fn], stops, pairs)
+        self.path: Path = frozenset(pairs)
+        if everywhere:
+            self.leaves.clear()
+            self._walk([losses.grad_fn], (), set())
+
+    def _walk(self, waiting: list[Any], stops: Collection[type], pairs: set[tuple[type, type]]) -> None:
+        """Go through the graph from these nodes, and add its leaves and pairs."""
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            kind = type(node)
+            if kind is _LEAF:
+                self.leaves.append(node.variable)
+            elif kind not in stops:
+                for follower, _ in node.next_functions:
+                    if follower is not None:
+                        pairs.add((kind, _MODEL if type(follower) in stops else type(follower)))
+                        if follower not in seen:
+                            seen.add(follower)
+                            waiting.append(follower)
+
+
+def _leaf_node() -> Any:
+    """The node at which autograd adds up the gradient of a leaf."""
+    return (torch.zeros((), device="cpu", requires_grad=True) + 1).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+_LEAF, _MODEL = type(_leaf_node()), Tensor
 
 
 def refuse_foreign_leaves(
-    losses: Tensor, known: Collection[int], everywhere: bool, function: Callable[..., Any] | None, batch: Any
+    leaves: Iterable[Tensor], known: Collection[int], function: Callable[..., Any] | None, batch: Any
 ) -> None:
     """Raise if a gradient would reach a tensor that is not released: a parameter, or another leaf that is kept outside.
     `known` are the ids of those that may be reached."""
-    for leaf in leaves_behind(losses, everywhere):
+    for leaf in leaves:
         if id(leaf) not in known and (isinstance(leaf, nn.Parameter) or _is_kept(leaf, batch)):
             raise Misuse(
                 f"the losses depend on {_name(leaf, function)}, which requires a gradient and is not part of the private "

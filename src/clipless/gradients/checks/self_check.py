@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from clipless.clipped import LossFunction
+from clipless.gradients.checks.leaves import LossGraph, Path
 from clipless.gradients.checks.passes import ForwardPass, Rerun
 from clipless.gradients.checks.records import RecordsCheck
 from clipless.gradients.checks.scalar_loss import refuse_scalar
@@ -109,6 +110,7 @@ class SelfCheck:
         self._backward_calls = BackwardCalls()
         self._functions: list[tuple[WholeStep, set[object]]] = []
         self._sizes = LargestSizes()
+        self._paths: set[Path] = set()
         self._number = 0
 
     def due(self, records: int) -> bool:
@@ -135,6 +137,13 @@ class SelfCheck:
             micro.due = True
             micro.whole = WholeStep(function, model, batch, micro.records, self._number, drawn, self._generators)
             self._start(micro)
+
+    def is_new_path(self, graph: LossGraph | None, micro: Checked) -> bool:
+        """Whether the losses were computed along a path that has not been checked, and are not checked now."""
+        if not self.active or graph is None or graph.path in self._paths:
+            return False
+        self._paths.add(graph.path)
+        return micro.whole is None
 
     def _start(self, micro: Checked) -> RecordsCheck:
         """The check of a micro-batch, which begins if it has not yet."""

@@ -28,7 +28,7 @@ from clipless.gradients.capture.receiver import TRAINING
 from clipless.gradients.capture.refusals import refuse_module
 from clipless.gradients.capture.stand_ins import StandIns
 from clipless.gradients.capture.watch import StateWatch, StructureWatch
-from clipless.gradients.checks.leaves import refuse_foreign_leaves
+from clipless.gradients.checks.leaves import LossGraph, refuse_foreign_leaves
 from clipless.gradients.checks.passes import ForwardPass, Rerun
 from clipless.gradients.checks.seeds import sketch
 from clipless.gradients.checks.self_check import CheckSchedule
@@ -239,7 +239,7 @@ class ProjectionEngine:
         if part.modes and part.modes != list(map(TRAINING, self.modules)):
             raise messages.modes_changed()
         if part.records:
-            refuse_foreign_leaves(losses, set(map(id, self.parameters.values())), True, function, batch)
+            refuse_foreign_leaves(LossGraph(losses, ()).leaves, set(map(id, self.parameters.values())), function, batch)
             if not part.passes:
                 raise Misuse("the losses do not come from this model: compute them from what model(x) returned.")
             with self._hooks.silenced():
