@@ -22,6 +22,7 @@ from clipless import defaults, refusals
 from clipless.accounting import Spent
 from clipless.arguments import named, positive
 from clipless.averaging import Prediction, Thinning, averaged
+from clipless.clipped import LossFunction
 from clipless.clipping import Clipping
 from clipless.distributed import is_sharded
 from clipless.errors import InvalidArgument, Misuse
@@ -178,9 +179,18 @@ class PosteriorSampler:
         """From the negative log-likelihood of each record, (B,)."""
         self.private.backward(losses)
 
-    def step(self) -> None:
-        """Take a step, and keep the weights if it is their turn."""
-        self.optimizer.step()
+    def step(self, record_losses: LossFunction | None = None, batch: Any = None) -> None:
+        """Take a step, and store the weights if thinning selects it.
+
+        Args:
+            record_losses: `record_losses(model, batch)` returns the negative log-likelihood of each record, (B,). Without it
+                `backward` must have been called.
+            batch: What `loader` yields.
+        """
+        if record_losses is None:
+            self.optimizer.step()
+        else:
+            self.private.step(record_losses, batch)
 
     def spent(self) -> Spent:
         """The privacy spent so far."""

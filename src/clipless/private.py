@@ -1,7 +1,7 @@
 """make_private, which puts the parts together, and one private step from top to bottom."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,8 @@ from clipless.plan import PrivacyPlan
 from clipless.planning import make_plan
 from clipless.preflight import refuse_unsound
 from clipless.sampling.fetching import Fetcher, fetcher, source_of
-from clipless.sampling.loader import Batch, Parts, PoissonSampler, PrivateLoader
+from clipless.sampling.loader import Batch, DrawnPart, Parts, PoissonSampler, PrivateLoader
+from clipless.sampling.rows import is_made_of
 from clipless.saved_run import SavedRun
 from clipless.splitting import Splitter
 from clipless.stepping import Guard, clear_gradients, unstepped
@@ -233,17 +234,24 @@ class Private(SavedRun):
             batch: What `private.loader` yields, or what `private.loader.microbatches(n)` yields for a batch.
         """
         self._optimizer.zero_grad()
-        drawn = self.loader.newest
-        if isinstance(batch, Parts) or drawn is None or not self._splitter.splits:
-            for part in batch if isinstance(batch, Parts) else (batch,):
-                self.accumulate(record_losses, part)
-        else:
-            parts = self._splitter.parts(
-                record_losses, self._model, batch, drawn, self.open_part, self._engine.silenced
-            )
-            for part, its_records in parts:
-                self._engine.run(record_losses, part, its_records)
+        for part, drawn in self._parts(record_losses, batch):
+            self._engine.run(record_losses, part, drawn)
         self._optimizer.step()
+
+    def _parts(self, record_losses: LossFunction, batch: Any) -> Iterator[tuple[Any, DrawnPart | None]]:
+        """The micro-batches of what the loader yielded, each when its turn comes."""
+        if isinstance(batch, Parts):
+            for part in batch:
+                yield part, self.loader.newest
+            return
+        drawn = self.loader.newest
+        if drawn is not None and self._engine.due and not is_made_of(batch, drawn.given):
+            raise refusals.changed_batch()
+        if drawn is None or not self._splitter.splits:
+            yield batch, drawn
+        else:
+            model, engine = self._model, self._engine
+            yield from self._splitter.parts(record_losses, model, batch, drawn, self.open_part, engine.silenced)
 
     def accumulate(self, record_losses: LossFunction, part: Any) -> None:
         """Forward and backward of one micro-batch, with the checks of `step`, for trainers that call `optimizer.step()`

@@ -135,6 +135,15 @@ def refuse_split_shards(splits: bool, sharded: bool) -> None:
         )
 
 
+def changed_batch() -> Misuse:
+    """The error for a batch of other numbers than the loader yielded."""
+    return Misuse(
+        "private.step() got a batch that was changed after private.loader yielded it, so clipless does not see whether "
+        "records were mixed on the way (mixup, a statistic of the batch). Make the change inside record_losses, or in the "
+        "data set. Other devices, shapes and types are fine."
+    )
+
+
 def budget_spent(steps: int, spent: object) -> BudgetSpent:
     """The error for a step beyond the plan."""
     return BudgetSpent(

@@ -95,8 +95,8 @@ SABOTAGES = (
     Sabotage(
         "totals-of-every-other-parameter",
         TOTALS,
-        "    for name in parameters if math.isfinite(everything) else ():\n",
-        "    for name in list(parameters)[::2] if math.isfinite(everything) else ():\n",
+        "    for name in names if math.isfinite(everything) else ():\n",
+        "    for name in list(names)[::2] if math.isfinite(everything) else ():\n",
         (f"{TESTS}::test_every_parameter_is_compared",),
     ),
     Sabotage(

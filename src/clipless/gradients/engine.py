@@ -82,6 +82,11 @@ class Engine:
         return self._hooks.intact()
 
     @property
+    def due(self) -> bool:
+        """Whether the open micro-batch is to be checked."""
+        return self.receiver.micro is not None and self.receiver.micro.due
+
+    @property
     def seen(self) -> int:
         """How many records of the logical batch have gone through backward."""
         return self._sums.seen

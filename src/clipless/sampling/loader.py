@@ -20,7 +20,7 @@ from clipless.noise import NoiseSource
 from clipless.noise.keys import erase
 from clipless.sampling.fetching import Collate, Fetcher
 from clipless.sampling.poisson import poisson_sample
-from clipless.sampling.rows import BatchDims
+from clipless.sampling.rows import BatchDims, Versions, versions_of
 
 # The record numbers of a batch and its `most`, to those of its parts.
 Split = Callable[[Tensor, int], list[Tensor]]
@@ -203,16 +203,17 @@ class PrivateLoader:
                 self._passes += 1  # workers may be ahead or behind now, so the pass cannot continue
                 raise
             self._listener.open_part(len(part))
-            self._newest = DrawnPart(part, self._fetch)
+            self._newest = DrawnPart(part, self._fetch, versions_of(data))
             yield data
 
 
 @dataclass(frozen=True)
 class DrawnPart:
-    """The record numbers of a part of a batch, and what fetches them."""
+    """The record numbers of a part of a batch, what fetches them, and the tensors that were handed out."""
 
     indices: Tensor
     fetch: Fetcher
+    given: Versions = ()
 
     def samples(self) -> list[Any] | None:
         """Its records before they are collated, fetched again; None if they are indexed and not collated, or if they cannot

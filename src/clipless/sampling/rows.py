@@ -10,6 +10,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # For each tensor of a batch, in order, the dimension along which its records lie; None if it has no rows of records.
@@ -132,6 +133,34 @@ def copied(batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return rebuilt(batch, [copied(value) for value in batch])
     return batch
+
+
+Versions = tuple[tuple[Tensor, int], ...]
+
+
+def versions_of(batch: Any) -> Versions:
+    """The tensors of a batch, and how often each has been written to."""
+    return tuple([(tensor, tensor._version) for tensor in tensors_of(batch)])
+
+
+def is_made_of(batch: Any, given: Versions) -> bool:
+    """Whether every tensor of a batch is one of the given ones, unchanged: the same object, or the same numbers on another
+    device, in another shape or type.
+
+    >>> x = torch.arange(6.0)
+    >>> is_made_of({"x": x.view(2, 3).double()}, versions_of(x)), is_made_of([x + 1], versions_of(x))
+    (True, False)
+    """
+    return all(any(_same_numbers(tensor, own) for own, n in given if own._version == n) for tensor in tensors_of(batch))
+
+
+def _same_numbers(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return True
+    if one.numel() != other.numel() or one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    a, b = one.detach().reshape(-1), other.detach().reshape(-1).to(one.device, one.dtype)
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def placed_like(batch: Any, like: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from clipless.errors import Misuse
+from clipless.sampling.rows import tensors_of
 
 # The pairs of operations that follow each other in a graph.
 Path = frozenset[tuple[type, type]]
@@ -55,10 +56,11 @@ _LEAF, _MODEL = type(_leaf_node()), Tensor
 def refuse_foreign_leaves(
     leaves: Iterable[Tensor], known: Collection[int], function: Callable[..., Any] | None, batch: Any
 ) -> None:
-    """Raise if a gradient would reach a tensor that is not released: a parameter, or another leaf that is kept outside.
-    `known` are the ids of those that may be reached."""
+    """Raise if a gradient would reach a tensor that is not released: a parameter or, where the function and its batch are
+    known, another leaf that is kept outside. `known` are the ids of those that may be reached."""
     for leaf in leaves:
-        if id(leaf) not in known and (isinstance(leaf, nn.Parameter) or _is_kept(leaf, batch)):
+        other = id(leaf) not in known
+        if other and (isinstance(leaf, nn.Parameter) or (function is not None and _is_kept(leaf, batch))):
             raise Misuse(
                 f"the losses depend on {_name(leaf, function)}, which requires a gradient and is not part of the private "
                 "model, so it would be trained on the records without noise. Make it part of the model before make_private "
@@ -69,16 +71,10 @@ def refuse_foreign_leaves(
 
 def _is_kept(leaf: Tensor, batch: Any) -> bool:
     """Whether anything but the graph and the batch holds the tensor. A leaf that a function made for itself is gone."""
-    own = {id(container) for container in _containers(batch)}
+    if any(leaf is tensor for tensor in tensors_of(batch)):
+        return False
     holders = (dict, list, tuple, set, types.CellType)
-    return any(isinstance(holder, holders) and id(holder) not in own for holder in gc.get_referrers(leaf))
-
-
-def _containers(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, dict | list | tuple):
-        yield batch
-        for value in batch.values() if isinstance(batch, dict) else batch:
-            yield from _containers(value)
+    return any(isinstance(holder, holders) for holder in gc.get_referrers(leaf))
 
 
 def reachable(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

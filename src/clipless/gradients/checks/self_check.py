@@ -115,8 +115,8 @@ class SelfCheck:
 
     def due(self, records: int) -> bool:
         """Whether a new micro-batch, of so many records, is checked in any case."""
-        self._backward_calls.forget()
         if self._checked:
+            self._backward_calls.forget()
             self._collect()
         self._number += 1
         return self.active and self._schedule.due(records)
@@ -203,7 +203,8 @@ class SelfCheck:
 
     def forget(self) -> None:
         """A new logical batch begins: compare nothing of the last."""
-        self._backward_calls.forget()
+        if self._checked:
+            self._backward_calls.forget()
         self._checked, self._waiting, self._functions = [], [], []
 
     def compare(self, parameters: dict[str, nn.Parameter], live: dict[str, nn.Parameter]) -> int:

@@ -127,6 +127,11 @@ class ProjectionEngine:
         """Inside, the model runs as if it were not private."""
         return self._hooks.silenced()
 
+    @property
+    def due(self) -> bool:
+        """Whether the open micro-batch is to be checked."""
+        return self._part is not None and self._part.due
+
     def refuse_missed(self) -> None:
         """Does nothing: only a sharded model needs it, and none is trained with projections."""
 
