@@ -47,6 +47,12 @@ def load(folder):
     return list(zip(names, [languages.index(language) for _, language in rows], strict=True)), languages
 
 
+def record_losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """One loss for each record."""
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("CLIPLESS_DATA", "data/names"))
@@ -65,10 +71,8 @@ def main():
     private = clipless.make_private(model, optimizer, loader, epsilon=args.epsilon, epochs=args.epochs)
     for epoch in range(private.epochs):
         model.train()
-        for names, labels in private.loader:
-            optimizer.zero_grad()
-            private.backward(F.cross_entropy(model(names), labels, reduction="none"))
-            optimizer.step()
+        for batch in private.loader:
+            private.step(record_losses, batch)
         model.eval()
         with torch.no_grad():
             names, labels = collate(list(test))

@@ -33,14 +33,16 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-def train(model, train_loader, optimizer, epoch):
+def record_losses(model, batch):
+    data, target = batch
+    output = model(data)
+    return F.nll_loss(output, target, reduction="none")
+
+
+def train(model, private):
     model.train()
-    for data, target in train_loader:
-        optimizer.zero_grad()
-        output = model(data)
-        loss = F.nll_loss(output, target)
-        loss.backward()
-        optimizer.step()
+    for batch in private.loader:
+        private.step(record_losses, batch)
 
 
 def test(model, test_loader):
@@ -76,12 +78,10 @@ def main():
 
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
-    private = clipless.make_private(
-        model, optimizer, train_loader, epsilon=3.0, epochs=args.epochs, loss_reduction="mean"
-    )
+    private = clipless.make_private(model, optimizer, train_loader, epsilon=3.0, epochs=args.epochs)
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
     for epoch in range(1, args.epochs + 1):
-        train(model, private.loader, optimizer, epoch)
+        train(model, private)
         test(model, test_loader)
         scheduler.step()
     print(private.spent())

@@ -41,6 +41,12 @@ def load(folder):
     return TensorDataset(torch.tensor(columns).T.clamp(0, 1) * 2 - 1, torch.tensor(labels))
 
 
+def record_losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """One loss for each record."""
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("CLIPLESS_DATA", "data/wine_quality"))
@@ -57,10 +63,8 @@ def main():
         model, optimizer, train, epsilon=args.epsilon, batch_size=args.batch_size, epochs=args.epochs
     )
     for _ in range(private.epochs):
-        for x, y in private.loader:
-            optimizer.zero_grad()
-            private.backward(F.cross_entropy(model(x), y, reduction="none"))
-            optimizer.step()
+        for batch in private.loader:
+            private.step(record_losses, batch)
     with torch.no_grad():
         x, y = test[:]
         print(f"{(model(x).argmax(1) == y).float().mean():.1%} of {len(test)} test wines")

@@ -15,6 +15,12 @@ import clipless
 from clipless.app.data import load
 
 
+def record_losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """One loss for each record."""
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch-size", type=int, default=256)
@@ -33,10 +39,8 @@ def main():
         model, optimizer, data.train, epsilon=args.epsilon, batch_size=args.batch_size, epochs=args.epochs
     )
     for _ in range(private.epochs):
-        for x, y in private.loader:
-            optimizer.zero_grad()
-            private.backward(F.cross_entropy(model(x), y, reduction="none"))
-            optimizer.step()
+        for batch in private.loader:
+            private.step(record_losses, batch)
     if dist.get_rank() == 0:
         with torch.no_grad():
             x, y = data.test[:]
