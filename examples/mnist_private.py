@@ -80,7 +80,7 @@ def main():
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
     private = clipless.make_private(model, optimizer, train_loader, epsilon=3.0, epochs=args.epochs)
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
-    for epoch in range(1, args.epochs + 1):
+    for _ in range(args.epochs):
         train(model, private)
         test(model, test_loader)
         scheduler.step()

@@ -13,7 +13,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.D
 
 
 def test_readme_has_the_loop() -> None:
-    assert any("clipless.make_private(" in block and "optimizer.step()" in block for block in BLOCKS)
+    assert any("clipless.make_private(" in block and "private.step(record_losses, batch)" in block for block in BLOCKS)
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
