@@ -565,8 +565,14 @@ LOOPS: dict[str, tuple[Callable[[Any, nn.Module, Tensor, Tensor], object], str]]
     "plain backward": (lambda p, m, x, y: F.cross_entropy(m(x), y).backward(), "call private.backward"),
     "twice": (lambda p, m, x, y: [p.backward(per_class(m(x), y)) for _ in range(2)], "second backward"),
     "scalar": (lambda p, m, x, y: p.backward(F.cross_entropy(m(x), y)), "one loss per record"),
-    "another model": (lambda p, m, x, y: p.backward(per_class(nn.Linear(5, 2)(x), y)), "do not come from this model"),
-    "chained": (lambda p, m, x, y: p.backward(per_class(m[2](m[1](m[0](x))), y)), "computed from parameters"),
+    "another model": (
+        lambda p, m, x, y: p.backward(per_class(nn.Linear(5, 2)(x), y)),
+        "is not part of the private model",
+    ),
+    "chained": (
+        lambda p, m, x, y: p.backward(per_class(m[2](m[1](m[0](x))), y)),
+        "not the model that make_private got",
+    ),
     "parameters outside": (
         lambda p, m, x, y: p.backward(per_class(m(x), y) + m[0].weight.square().sum()),
         "do not agree",

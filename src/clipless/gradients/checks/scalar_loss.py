@@ -105,10 +105,12 @@ def _refuse_curved(loss: Tensor, passes: Sequence[ForwardPass], records: int, nu
     pieces = [(c, dim) for c, (_, dim) in zip(curved, pairs, strict=True) if c is not None]
     across = max((float(_masked(c, dim, ~some, records).abs().max()) for c, dim in pieces), default=0.0)
     if across > CURVED * max((float(c.abs().max()) for c, _ in pieces), default=0.0):
+        flat = any(dim is None for _, dim in located)
         raise Misuse(
             "the loss couples the records: how one record's output moves it depends on the outputs of others (pairs, a "
-            "statistic of the batch, a root or a logarithm of a mean). Compute one loss per record, each from that record "
-            "alone, and call private.step(record_losses, batch)."
+            "statistic of the batch, a root or a logarithm of a mean)"
+            f"{', or rows of the output are not in the order of the records' if flat else ''}. Compute one loss per record, "
+            "each from that record alone, and call private.step(record_losses, batch)."
         )
 
 
