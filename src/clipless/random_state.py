@@ -1,5 +1,6 @@
 """The states of all random generators that a model may draw from: read, compared and restored."""
 
+import pickle
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-Generator = torch.Generator | np.random.Generator | random.Random
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
 class RandomState(NamedTuple):
@@ -28,6 +29,17 @@ def same_random_state(one: RandomState, other: RandomState) -> bool:
     numpy = all(np.array_equal(a, b) for a, b in zip(one.numpy, other.numpy, strict=True))
     cuda = all(torch.equal(one.cuda[device], other.cuda[device]) for device in one.cuda)
     return torch.equal(one.torch, other.torch) and one.python == other.python and numpy and cuda
+
+
+def nothing_drawn(one: RandomState, other: RandomState) -> bool:
+    """Whether all generators are in the same state in both, also those of one's own."""
+    return same_random_state(one, other) and all(map(_same, one.own, other.own))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return pickle.dumps(one) == pickle.dumps(other)
 
 
 def own_generators(modules: Iterable[nn.Module]) -> list[Generator]:
@@ -82,7 +94,9 @@ def set_random_state(state: RandomState, own: Sequence[Generator]) -> None:
 def _get(generator: Generator) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
 
 
 def _set(generator: Generator, value: Any) -> None:
@@ -90,5 +104,7 @@ def _set(generator: Generator, value: Any) -> None:
         generator.set_state(value)
     elif isinstance(generator, random.Random):
         generator.setstate(value)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(value)
     else:
         generator.bit_generator.state = value

@@ -27,6 +27,7 @@ try:
     from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
     from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
     from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     # The number of the backward pass that is running in this thread; -1 outside of one.
     current_graph_task = torch._C._current_graph_task_id
@@ -61,6 +62,7 @@ __all__ = [
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "SpectralNorm",
+    "TorchDispatchMode",
     "active_wrapper",
     "applied",
     "current_graph_task",

@@ -21,6 +21,7 @@ from clipless.gradients.shards import Shards, refuse_sharded
 from clipless.gradients.sums import ClippedSums, Factors, Observe
 from clipless.partition import Partition
 from clipless.sampling.loader import DrawnPart
+from clipless.sampling.rows import Given
 
 # Operations at which the model ends, seen from the losses.
 STOPS = (Tap._backward_cls, OutputTap._backward_cls)
@@ -124,25 +125,32 @@ class Engine:
             return
         micro.by_function = True
         self._self_check.begin_function(function, self._model, batch, micro, drawn)
-        before = torch.get_rng_state()
-        losses = function(self._model, batch)
-        graph = _graph(losses, micro)
-        if self._shards is None and self._self_check.is_new_path(graph, micro):
+        given, before = Given(batch), torch.get_rng_state()
+        losses = function(self._model, given.batch)
+        self._refuse_losses(losses, "record_losses")
+        graph, repeatable = _graph(losses, micro), self._shards is None and given.unchanged()
+        if self._self_check.is_new_path(graph, micro, repeatable):
             torch.set_rng_state(before)  # begin again, and check
             micro = MicroBatch(micro.records, None, due=True, by_function=True)
             self.receiver.open(micro)
             self._recorder.restore()
             self._self_check.begin_function(function, self._model, batch, micro, drawn)
-            losses = function(self._model, batch)
+            losses = function(self._model, Given(batch).batch)
+            self._refuse_losses(losses, "record_losses")
             graph = _graph(losses, micro)
+            self._self_check.is_new_path(graph, micro, repeatable)
+        if micro.whole is not None:
+            micro.whole.returned(losses)
         with torch.autocast(self._device, enabled=False):
-            self._backward(losses, graph, function, batch)
+            self._backward(micro, losses, graph, function, batch)
 
     def backward(self, losses: Tensor) -> None:
         """Run the backward pass from one loss for each record of the open micro-batch."""
-        self._backward(losses, _graph(losses, self.receiver.micro), None, None)
+        micro = self._refuse_losses(losses, "backward()")
+        self._backward(micro, losses, _graph(losses, micro), None, None)
 
-    def _backward(self, losses: Tensor, graph: LossGraph | None, function: LossFunction | None, batch: Any) -> None:
+    def _refuse_losses(self, losses: Tensor, called: str) -> MicroBatch:
+        """The open micro-batch; raises unless these are its losses."""
         micro = self.receiver.micro
         if (
             micro is None
@@ -150,17 +158,23 @@ class Engine:
             or losses.shape != (micro.records,)
             or not losses.requires_grad
         ):
-            refuse_losses(losses, micro)
+            refuse_losses(losses, micro, called)
         assert micro is not None
+        return micro
+
+    def _backward(
+        self, micro: MicroBatch, losses: Tensor, graph: LossGraph | None, function: LossFunction | None, batch: Any
+    ) -> None:
         micro.averaged, micro.scale = False, 1.0
         if graph is not None:
-            refuse_foreign_leaves(graph.leaves, {*map(id, micro.anchors), *self._reachable}, function, batch)
-            if micro.check is not None:
+            known, closely = {*map(id, micro.anchors), *self._reachable}, micro.check is not None
+            refuse_foreign_leaves(graph.leaves, known, closely, function, batch)
+            if micro.check is not None and micro.check.forward_passes:
                 micro.check.seed_losses(losses)
-                if micro.whole is not None and micro.check.forward_passes:
-                    whole = micro.whole
-                    whole.losses = losses.detach()
-                    whole.judged = micro.check.add_up(losses, whole.judged, whole.totals)
+                if micro.whole is not None:
+                    totals: dict[str, Tensor] = {}
+                    micro.whole.totals = totals
+                    micro.whole.judged = micro.check.add_up(losses, micro.whole.judged, totals)
         losses.backward(torch.ones_like(losses))
 
     def refuse_missed(self) -> None:
@@ -207,19 +221,20 @@ def no_batch() -> Misuse:
     )
 
 
-def refuse_losses(losses: object, micro: MicroBatch | None) -> None:
-    """Refuse anything but one loss for each record of the open micro-batch."""
+def refuse_losses(losses: object, micro: MicroBatch | None, called: str = "backward()") -> None:
+    """Refuse anything but one loss for each record of the open micro-batch. `called` is what takes or returns them."""
+    takes = "takes" if called == "backward()" else "must return"
     if micro is None:
         raise Misuse("backward() without a batch: take one from private.loader, run the model on it, then backward().")
     if not isinstance(losses, Tensor):
-        raise InvalidType(f"backward() takes a tensor of one loss per record, got {type(losses).__name__}.")
+        raise InvalidType(f"{called} {takes} a tensor of one loss per record, got {type(losses).__name__}.")
     if losses.shape != (micro.records,):
         # How many losses there are may tell how many records there are, which is not public.
         sizes = [
             ("B" if size == micro.records else "n") if k == 0 else str(size) for k, size in enumerate(losses.shape)
         ]
         raise InvalidArgument(
-            f"backward() takes one loss per record, a tensor of shape (B,), got ({', '.join(sizes)}): use "
+            f"{called} {takes} one loss per record, a tensor of shape (B,), got ({', '.join(sizes)}): use "
             "reduction='none', and average over each record's own tokens or outputs."
         )
     if not losses.requires_grad and micro.records:

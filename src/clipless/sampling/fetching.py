@@ -37,10 +37,15 @@ class Fetcher(Protocol):
     def empty(self) -> Any:
         """A batch without records, of the same structure."""
 
-    def samples(self, part: Tensor) -> list[Any] | None:
-        """The records of a part before they are collated; None if they are not collated but indexed."""
+    @property
+    def mixes(self) -> bool:
+        """Whether user code gets several records together, so that one could end up in another's place of the batch."""
 
-    def dims(self, part: Tensor) -> BatchDims | None:
+    def samples(self, part: Tensor, together: bool = False) -> list[Any] | None:
+        """The records of a part before they are collated, each fetched by itself, or all `together` where the data set
+        fetches several at once; None if they are not collated but indexed."""
+
+    def dims(self, part: Tensor) -> BatchDims:
         """Where the records lie in a batch; None if that cannot be told. The records of a part help to find out."""
 
 
@@ -60,11 +65,15 @@ class MemoryFetcher:
     def empty(self) -> Any:
         return self._rows(torch.empty(0, dtype=torch.int64))
 
-    def samples(self, part: Tensor) -> list[Any] | None:
+    @property
+    def mixes(self) -> bool:
+        return False
+
+    def samples(self, part: Tensor, together: bool = False) -> list[Any] | None:
         return None
 
-    def dims(self, part: Tensor) -> BatchDims | None:
-        return (0,) * len(self.empty())
+    def dims(self, part: Tensor) -> BatchDims:
+        return [0] * len(self.empty())
 
 
 class DataLoaderFetcher:
@@ -74,6 +83,7 @@ class DataLoaderFetcher:
         self.dataset = dataset
         self.collate_fn: Collate = options.get("collate_fn") or default_collate
         self._feed = _Feed()
+        self._dims: BatchDims = None
         self._generator = torch.Generator()
         own = {"generator": options.get("generator") or self._generator}
         self._loader = DataLoader(dataset, batch_sampler=self._feed, **{**options, **own})
@@ -90,13 +100,21 @@ class DataLoaderFetcher:
         options = {"collate_fn": self.collate_fn, "pin_memory": self._loader.pin_memory, "generator": self._generator}
         return next(iter(DataLoader(self.dataset, batch_sampler=batches, **options)))  # type: ignore[arg-type]
 
-    def samples(self, part: Tensor) -> list[Any]:
-        fetch = getattr(self.dataset, "__getitems__", None)
-        return list(fetch(part.tolist())) if fetch else [self.dataset[number] for number in part.tolist()]
+    @property
+    def mixes(self) -> bool:
+        return self.collate_fn is not default_collate or hasattr(self.dataset, "__getitems__")
 
-    def dims(self, part: Tensor) -> BatchDims | None:
-        samples = self.samples(part[:1])
-        return learned_dims(self.collate_fn(samples), self.collate_fn(samples * 2))
+    def samples(self, part: Tensor, together: bool = False) -> list[Any]:
+        fetch, numbers = getattr(self.dataset, "__getitems__", None), part.tolist()
+        if fetch is None:
+            return [self.dataset[number] for number in numbers]
+        return list(fetch(numbers)) if together else [fetch([number])[0] for number in numbers]
+
+    def dims(self, part: Tensor) -> BatchDims:
+        if self._dims is None:
+            samples = self.samples(part[:1])
+            self._dims = learned_dims(self.collate_fn(samples), self.collate_fn(samples * 2))
+        return self._dims
 
     def empty(self) -> Any:
         """A batch of one record, emptied. `collate([])` would lose shapes and types, so it is only the fallback."""

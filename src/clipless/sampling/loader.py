@@ -18,6 +18,7 @@ from clipless.arguments import whole
 from clipless.errors import Misuse
 from clipless.noise import NoiseSource
 from clipless.noise.keys import erase
+from clipless.random_state import random_state_of, set_random_state
 from clipless.sampling.fetching import Collate, Fetcher
 from clipless.sampling.poisson import poisson_sample
 from clipless.sampling.rows import BatchDims, Versions, versions_of
@@ -215,11 +216,16 @@ class DrawnPart:
     fetch: Fetcher
     given: Versions = ()
 
-    def samples(self) -> list[Any] | None:
-        """Its records before they are collated, fetched again; None if they are indexed and not collated, or if they cannot
-        be fetched in this process."""
+    @property
+    def mixes(self) -> bool:
+        """Whether user code puts the records together: a collate function, or a data set that fetches several at once."""
+        return self.fetch.mixes
+
+    def samples(self, chosen: Tensor | None = None, together: bool = False) -> list[Any] | None:
+        """Its records before they are collated, or those at the `chosen` places, fetched again: each by itself, or all
+        `together`. None if they are indexed and not collated, or if they cannot be fetched in this process."""
         try:
-            return self.fetch.samples(self.indices)
+            return self.fetch.samples(self.indices if chosen is None else self.indices[chosen], together)
         except Exception:
             return None
 
@@ -227,12 +233,16 @@ class DrawnPart:
         """Some samples as a batch."""
         return self.fetch.collate_fn(samples)
 
-    def dims(self) -> BatchDims | None:
-        """Where the records lie in what was handed out; None if that cannot be told."""
+    def dims(self) -> BatchDims:
+        """Where the records lie in what was handed out; None if that cannot be told. Random numbers that the data set draws
+        are drawn as if it had not been asked."""
+        before = random_state_of((), ())
         try:
             return self.fetch.dims(self.indices[:1])
         except Exception:
             return None
+        finally:
+            set_random_state(before, ())
 
 
 class Parts:

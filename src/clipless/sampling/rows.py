@@ -1,66 +1,105 @@
 """Where the records lie in a collated batch, and batches of some of its records.
 
 Checks run a training step's function again on other records, and `private.step` splits batches: both need the same batch
-with some of its rows. Tensors are indexed along their batch dimension. A sequence that is no tensor and has one entry for
-each record (names, annotations) is indexed too.
+with some of its rows. A batch consists of tensors and arrays, in tuples, lists, mappings and dataclasses, however nested.
+Tensors are indexed along their batch dimension, and a list that has an entry for each record (boxes, names) is indexed too.
 """
 
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-# For each tensor of a batch, in order, the dimension along which its records lie; None if it has no rows of records.
-BatchDims = tuple[int | None, ...]
+# Built like the batch: for a tensor the dimension along which its records lie, for a list with an entry for each record
+# EACH, for any other container a list of what its parts have, and None for what has no rows.
+BatchDims = Any
+EACH = "each"
+
+# What is the same for all records, if it is not in a list with an entry for each.
+_CONSTANTS = (str, bytes, int, float, complex, bool, type(None), np.generic, torch.device, torch.dtype)
 
 
-def tensors_of(batch: Any) -> list[Tensor]:
-    """All tensors of a batch: of tuples, lists and mappings, however nested, in a fixed order."""
-    if isinstance(batch, Tensor):
+class _Unlike(Exception):
+    """Two batches are not built alike."""
+
+
+def parts_of(value: Any) -> list[Any] | None:
+    """The parts of a container, in a fixed order; None for anything else, such as a packed sequence."""
+    if isinstance(value, PackedSequence):
+        return None
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, tuple | list):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
+
+
+def tensors_of(batch: Any) -> list[Tensor | np.ndarray[Any, Any]]:
+    """All tensors and arrays of a batch, in a fixed order."""
+    if isinstance(batch, Tensor | np.ndarray):
         return [batch]
-    if isinstance(batch, Mapping):
-        return [tensor for value in batch.values() for tensor in tensors_of(value)]
-    if isinstance(batch, tuple | list):
-        return [tensor for value in batch for tensor in tensors_of(value)]
-    return []
+    return [tensor for part in parts_of(batch) or () for tensor in tensors_of(part)]
 
 
-def is_tree(batch: Any) -> bool:
-    """Whether a batch consists of tensors in tuples, lists and mappings, so that its rows can be chosen."""
-    if isinstance(batch, Mapping):
-        return all(map(is_tree, batch.values()))
-    if isinstance(batch, tuple | list):
-        return all(map(is_tree, batch))
-    return isinstance(batch, Tensor | str | bytes | int | float | bool | None)
-
-
-def learned_dims(one: Any, two: Any) -> BatchDims | None:
+def learned_dims(one: Any, two: Any) -> BatchDims:
     """Where the records lie, from the same sample collated once and twice; None if that cannot be told.
 
-    >>> learned_dims(torch.ones(5, 1, 3), torch.ones(5, 2, 3))
-    (1,)
+    >>> learned_dims((torch.ones(5, 1, 3), ["ada"]), (torch.ones(5, 2, 3), ["ada", "ada"]))
+    [1, 'each']
     >>> learned_dims([torch.ones(7, 3), torch.ones(4)], [torch.ones(14, 3), torch.ones(4)]) is None
     True
     """
-    pairs = list(zip(tensors_of(one), tensors_of(two), strict=False))
-    if len(tensors_of(one)) != len(tensors_of(two)) or any(a.dim() != b.dim() for a, b in pairs):
+    try:
+        return _learned(one, two)
+    except _Unlike:
         return None
-    dims: list[int | None] = []
-    for a, b in pairs:
-        changed = [dim for dim in range(a.dim()) if a.shape[dim] != b.shape[dim]]
-        if len(changed) > 1 or any((a.shape[dim], b.shape[dim]) != (1, 2) for dim in changed):
-            return None
-        dims += changed or [None]
-    return tuple(dims)
+
+
+def _learned(one: Any, two: Any) -> BatchDims:
+    if isinstance(one, Tensor | np.ndarray) and isinstance(two, Tensor | np.ndarray):
+        changed = [dim for dim, sizes in enumerate(zip(one.shape, two.shape, strict=False)) if sizes[0] != sizes[1]]
+        if (
+            one.ndim != two.ndim
+            or len(changed) > 1
+            or any((one.shape[dim], two.shape[dim]) != (1, 2) for dim in changed)
+        ):
+            raise _Unlike
+        return changed[0] if changed else None
+    if _grows(one) and _grows(two) and (len(one), len(two)) == (1, 2):
+        return EACH
+    ours, theirs = parts_of(one), parts_of(two)
+    if (ours is None) != (theirs is None) or len(ours or ()) != len(theirs or ()):
+        raise _Unlike
+    return None if ours is None else [_learned(a, b) for a, b in zip(ours, theirs or (), strict=True)]
+
+
+def _grows(value: Any) -> bool:
+    """Whether this may be a list with an entry for each record."""
+    return isinstance(value, tuple | list) and not hasattr(value, "_fields")
 
 
 def likely_dims(batch: Any, records: int) -> BatchDims:
-    """Where the records probably lie: along the first dimension of their number."""
-    shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
-    return tuple(shape.index(records) if records in shape else None for shape in shapes)
+    """Where the records probably lie: along the first dimension of their number, or in a list of so many entries."""
+    if isinstance(batch, Tensor | np.ndarray):
+        return batch.shape.index(records) if records in batch.shape else None
+    parts = parts_of(batch)
+    if parts is None:
+        return None
+    if _grows(batch) and len(parts) == records and not all(_has_rows(part, records) for part in parts):
+        return EACH
+    return [likely_dims(part, records) for part in parts]
+
+
+def _has_rows(value: Any, records: int) -> bool:
+    return any(records in tensor.shape for tensor in tensors_of(value))
 
 
 @dataclass(frozen=True)
@@ -75,45 +114,67 @@ class BatchRows:
 
     @property
     def usable(self) -> bool:
-        """Whether every tensor is what `dims` says, and some tensor has rows at all."""
-        tensors = tensors_of(self.batch)
-        fits = len(tensors) == len(self.dims) and all(
-            dim is None or tensor.shape[dim : dim + 1] == (self.records,)
-            for tensor, dim in zip(tensors, self.dims, strict=True)
-        )
-        return fits and is_tree(self.batch) and any(dim is not None for dim in self.dims)
+        """Whether the batch is what `dims` says, and some part has rows at all."""
+        return self._fits(self.batch, self.dims) and any(dim is not None for dim in _flat(self.dims))
+
+    def _fits(self, value: Any, dims: BatchDims) -> bool:
+        if dims == EACH:
+            return _grows(value) and len(value) == self.records
+        if isinstance(value, Tensor | np.ndarray):
+            return dims is None or (isinstance(dims, int) and value.shape[dims : dims + 1] == (self.records,))
+        parts = parts_of(value)
+        if parts is None:
+            return dims is None and isinstance(value, _CONSTANTS)
+        built = isinstance(dims, list) and len(dims) == len(parts)
+        return built and all(self._fits(part, dim) for part, dim in zip(parts, dims, strict=True))
 
     def chosen(self, rows: Tensor) -> Any:
         """The batch with these of its records, in this order."""
-        return self._chosen(self.batch, rows, iter(self.dims))
+        return _chosen(self.batch, self.dims, rows)
 
-    def _chosen(self, value: Any, rows: Tensor, dims: Any) -> Any:
-        if isinstance(value, Tensor):
-            dim = next(dims)
-            return value if dim is None else value.index_select(dim, rows.to(value.device))
-        if isinstance(value, Mapping):
-            return rebuilt(value, [self._chosen(item, rows, dims) for item in value.values()])
-        if isinstance(value, tuple | list):
-            if len(value) == self.records and not tensors_of(value):
-                return rebuilt(value, [value[row] for row in rows.tolist()])
-            return rebuilt(value, [self._chosen(item, rows, dims) for item in value])
+
+def _flat(dims: BatchDims) -> Iterator[int | str | None]:
+    if isinstance(dims, list):
+        for dim in dims:
+            yield from _flat(dim)
+    else:
+        yield dims
+
+
+def _chosen(value: Any, dims: BatchDims, rows: Tensor) -> Any:
+    if dims is None:
         return value
+    if dims == EACH:
+        return rebuilt(value, [value[row] for row in rows.tolist()])
+    if isinstance(value, Tensor):
+        return value.index_select(dims, rows.to(value.device))
+    if isinstance(value, np.ndarray):
+        return value.take(rows.numpy(), axis=dims)
+    return rebuilt(value, [_chosen(part, dim, rows) for part, dim in zip(parts_of(value) or (), dims, strict=True)])
 
 
-def rows_of(batch: Any, records: int, known: BatchDims | None) -> BatchRows | None:
+def rows_of(batch: Any, records: int, known: BatchDims) -> BatchRows | None:
     """A batch with its rows: where the loader knows them to be if that fits, else where they probably are. None if they are
     nowhere to be seen."""
     if known is not None:
         rows = BatchRows(batch, records, known)
         if rows.usable:
             return rows
-    certain = all(tuple(tensor.shape).count(records) <= 1 for tensor in tensors_of(batch))
+    certain = all(tuple(tensor.shape).count(records) <= 1 for tensor in tensors_of(batch)) and not _as_long(
+        batch, records
+    )
     rows = BatchRows(batch, records, likely_dims(batch, records), certain)
     return rows if rows.usable else None
 
 
+def _as_long(value: Any, records: int) -> bool:
+    """Whether a list of tensors has as many entries as there are records."""
+    here = _grows(value) and len(value) == records and bool(tensors_of(value))
+    return here or any(_as_long(part, records) for part in parts_of(value) or ())
+
+
 def rebuilt(like: Any, values: Sequence[Any]) -> Any:
-    """A mapping, a list or a tuple of the same type with other values."""
+    """A container of the same type with other parts."""
     if isinstance(like, Mapping):
         pairs = dict(zip(like, values, strict=True))
         if type(like) is dict or not isinstance(like, MutableMapping):
@@ -121,26 +182,71 @@ def rebuilt(like: Any, values: Sequence[Any]) -> Any:
         made = copy.copy(like)
         made.update(pairs)
         return made
-    return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
+    if dataclasses.is_dataclass(like):
+        twin = copy.copy(like)
+        for field, value in zip(dataclasses.fields(like), values, strict=True):
+            object.__setattr__(twin, field.name, value)
+        return twin
+    if type(like) in (tuple, list):
+        return type(like)(values)
+    if isinstance(like, list):
+        same = copy.copy(like)
+        same[:] = values
+        return same
+    try:
+        return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
+    except TypeError:  # made in a way of its own
+        return tuple(values)
 
 
 def copied(batch: Any) -> Any:
     """The batch in containers of its own, with copies of its tensors: what the loop changes in place is not changed here."""
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
-    if isinstance(batch, Mapping):
-        return rebuilt(batch, [copied(value) for value in batch.values()])
-    if isinstance(batch, tuple | list):
-        return rebuilt(batch, [copied(value) for value in batch])
-    return batch
+    if isinstance(batch, np.ndarray):
+        return batch.copy()
+    parts = parts_of(batch)
+    if parts is not None:
+        return rebuilt(batch, [copied(part) for part in parts])
+    if isinstance(batch, _CONSTANTS):
+        return batch
+    try:
+        return copy.deepcopy(batch)
+    except Exception:
+        return batch
 
 
-Versions = tuple[tuple[Tensor, int], ...]
+class Given:
+    """A batch as a function is given it: its containers are copied, so that what is taken out of them is still in the
+    original, and its tensors are not."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = _reopened(batch)
+        self._tensors = tensors_of(batch)
+        self._versions = list(map(_version, self._tensors))
+
+    def unchanged(self) -> bool:
+        """Whether no tensor was changed in place. Arrays do not tell."""
+        return None not in self._versions and self._versions == list(map(_version, self._tensors))
+
+
+def _version(tensor: Any) -> int | None:
+    return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else None
+
+
+def _reopened(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch
+    parts = parts_of(batch)
+    return batch if parts is None else rebuilt(batch, list(map(_reopened, parts)))
+
+
+Versions = tuple[tuple[Tensor, int | None], ...]
 
 
 def versions_of(batch: Any) -> Versions:
     """The tensors of a batch, and how often each has been written to."""
-    return tuple([(tensor, tensor._version) for tensor in tensors_of(batch)])
+    return tuple([(tensor, _version(tensor)) for tensor in tensors_of(batch) if isinstance(tensor, Tensor)])
 
 
 def is_made_of(batch: Any, given: Versions) -> bool:
@@ -151,7 +257,8 @@ def is_made_of(batch: Any, given: Versions) -> bool:
     >>> is_made_of({"x": x.view(2, 3).double()}, versions_of(x)), is_made_of([x + 1], versions_of(x))
     (True, False)
     """
-    return all(any(_same_numbers(tensor, own) for own, n in given if own._version == n) for tensor in tensors_of(batch))
+    tensors = [tensor for tensor in tensors_of(batch) if isinstance(tensor, Tensor)]
+    return all(any(_same_numbers(tensor, own) for own, n in given if _version(own) == n) for tensor in tensors)
 
 
 def _same_numbers(one: Tensor, other: Tensor) -> bool:
@@ -164,29 +271,28 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
 
 
 def placed_like(batch: Any, like: Any) -> Any:
-    """The batch with each tensor on the device of its counterpart; None if they are not built alike."""
-    theirs = iter(tensors_of(like))
-    if structure_of(batch) != structure_of(like):
+    """The batch in the same containers, with each tensor on the device of its counterpart; None if they are not built
+    alike. Lists with an entry for each record may have other numbers of entries."""
+    try:
+        return _placed(batch, like)
+    except _Unlike:
         return None
-    return _moved(batch, theirs)
 
 
-def structure_of(batch: Any) -> Any:
-    """How a batch is built: containers, ranks and types, without sizes."""
-    if isinstance(batch, Tensor):
-        return batch.dim(), batch.dtype
-    if isinstance(batch, Mapping):
-        return {key: structure_of(value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [structure_of(value) for value in batch] if tensors_of(batch) else type(batch)
-    return type(batch)
-
-
-def _moved(batch: Any, theirs: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(next(theirs).device)
-    if isinstance(batch, Mapping):
-        return rebuilt(batch, [_moved(value, theirs) for value in batch.values()])
-    if isinstance(batch, tuple | list):
-        return rebuilt(batch, [_moved(value, theirs) for value in batch])
-    return batch
+def _placed(batch: Any, like: Any) -> Any:
+    if isinstance(batch, Tensor) and isinstance(like, Tensor):
+        if (batch.dim(), batch.dtype) != (like.dim(), like.dtype):
+            raise _Unlike
+        return batch.to(like.device)
+    ours, theirs = parts_of(batch), parts_of(like)
+    if ours is None or theirs is None:
+        if (ours is None) != (theirs is None) or type(batch) is not type(like):
+            raise _Unlike
+        return batch
+    if isinstance(batch, Mapping) and (not isinstance(like, Mapping) or list(batch) != list(like)):
+        raise _Unlike
+    if len(ours) == len(theirs):
+        return rebuilt(like, [_placed(a, b) for a, b in zip(ours, theirs, strict=True)])
+    if not theirs or not _grows(like) or not _grows(batch):
+        raise _Unlike
+    return rebuilt(like, [_placed(part, theirs[0]) for part in ours])

@@ -57,14 +57,14 @@ def operations(run: Callable[[], object], records: int) -> list[NotedCall]:
     return mode.noted
 
 
-def first_difference(one: list[NotedCall], other: list[NotedCall], kept: Tensor, everything: bool) -> str:
-    """The first operation whose rows of the kept records differ, in words; empty if there is none. With `everything`,
-    tensors without such rows count as well."""
+def first_difference(one: list[NotedCall], other: list[NotedCall], kept: Tensor | None) -> str:
+    """The first operation whose rows of the kept records differ, in words; empty if there is none. If that is None, all rows
+    count, and tensors without rows as well."""
     for ours, theirs in zip(one, other, strict=False):
         if ours.name != theirs.name or len(ours.results) != len(theirs.results):
             return f" (first at {ours.line}, which is reached in one of both calls only)"
         for (a, has_rows), (b, _) in zip(ours.results, theirs.results, strict=True):
-            if (has_rows or everything) and _differ(a, b, kept if has_rows else None):
+            if (has_rows or kept is None) and _differ(a, b, kept):
                 return f" (first at {ours.line}: {ours.name})"
     return ""
 

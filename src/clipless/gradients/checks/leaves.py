@@ -2,13 +2,14 @@
 
 import gc
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from clipless.errors import Misuse
+from clipless.gradients.checks.reach import parameter_name
 from clipless.sampling.rows import tensors_of
 
 # The pairs of operations that follow each other in a graph.
@@ -54,13 +55,15 @@ _LEAF, _MODEL = type(_leaf_node()), Tensor
 
 
 def refuse_foreign_leaves(
-    leaves: Iterable[Tensor], known: Collection[int], function: Callable[..., Any] | None, batch: Any
+    leaves: Iterable[Tensor], known: Collection[int], closely: bool, function: Callable[..., Any] | None, batch: Any
 ) -> None:
     """Raise if a gradient would reach a tensor that is not released: a parameter or, where the function and its batch are
-    known, another leaf that is kept outside. `known` are the ids of those that may be reached."""
+    known, another leaf that is kept outside, which takes a while to find out and is looked for `closely` only. `known` are
+    the ids of those that may be reached."""
     for leaf in leaves:
-        other = id(leaf) not in known
-        if other and (isinstance(leaf, nn.Parameter) or (function is not None and _is_kept(leaf, batch))):
+        if id(leaf) in known:
+            continue
+        if isinstance(leaf, nn.Parameter) or (closely and function is not None and _is_kept(leaf, batch)):
             raise Misuse(
                 f"the losses depend on {_name(leaf, function)}, which requires a gradient and is not part of the private "
                 "model, so it would be trained on the records without noise. Make it part of the model before make_private "
@@ -77,40 +80,7 @@ def _is_kept(leaf: Tensor, batch: Any) -> bool:
     return any(isinstance(holder, holders) for holder in gc.get_referrers(leaf))
 
 
-def reachable(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """What a function can reach by name: its closure, the globals that it mentions, and the attributes of its object."""
-    bound = getattr(function, "__self__", None)
-    inner = getattr(function, "func", function)  # functools.partial
-    inner = getattr(inner, "__func__", inner)
-    code = getattr(inner, "__code__", None)
-    if bound is not None and not isinstance(bound, types.ModuleType):
-        yield from (
-            ((f"self.{name}", value) for name, value in vars(bound).items()) if hasattr(bound, "__dict__") else ()
-        )
-    if code is None:
-        return
-    for name, cell in zip(code.co_freevars, getattr(inner, "__closure__", None) or (), strict=False):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    for name in code.co_names:
-        if name in inner.__globals__:
-            yield name, inner.__globals__[name]
-
-
 def _name(leaf: Tensor, function: Callable[..., Any] | None) -> str:
+    name = None if function is None else parameter_name(leaf, function)
     kind = "a parameter" if isinstance(leaf, nn.Parameter) else "a tensor"
-    for name, value in reachable(function) if function is not None else ():
-        if value is leaf:
-            return f"{name!r}"
-        for inner, parameter in value.named_parameters() if isinstance(value, nn.Module) else ():
-            if parameter is leaf:
-                return f"{f'{name}.{inner}'!r}"
-        if isinstance(value, list | tuple | dict):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                held = item.named_parameters() if isinstance(item, nn.Module) else (("", item),)
-                for inner, parameter in held:
-                    if parameter is leaf:
-                        return f"{f'{name}[{key!r}]' + ('.' + inner if inner else '')!r}"
-    return f"{kind} of shape {tuple(leaf.shape)}"
+    return f"{kind} of shape {tuple(leaf.shape)}" if name is None else repr(name)

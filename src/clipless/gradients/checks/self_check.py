@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from clipless.clipped import LossFunction
-from clipless.gradients.checks.leaves import LossGraph, Path
+from clipless.gradients.checks.leaves import LossGraph
 from clipless.gradients.checks.passes import ForwardPass, Rerun
+from clipless.gradients.checks.reach import code_of
 from clipless.gradients.checks.records import RecordsCheck
 from clipless.gradients.checks.scalar_loss import refuse_scalar
 from clipless.gradients.checks.seeds import sketch
@@ -69,6 +70,34 @@ class LargestSizes:
         return new
 
 
+class Met:
+    """What was met so far, on one record or on several. One record does not show whether records mix.
+
+    >>> met = Met()
+    >>> [met.add("a", records) for records in (1, 1, 2, 1, 3)]
+    [True, False, True, False, False]
+    """
+
+    def __init__(self) -> None:
+        self._alone: set[object] = set()
+        self._together: set[object] = set()
+
+    def has(self, thing: object, records: int) -> bool:
+        """Whether this was met, on several records if there are several now."""
+        return thing in self._together or (records == 1 and thing in self._alone)
+
+    def add(self, thing: object, records: int) -> bool:
+        """Note that it was met. Returns whether it is new."""
+        new = not self.has(thing, records)
+        (self._together if records > 1 else self._alone).add(thing)
+        return new
+
+
+def kind_of(function: LossFunction) -> object:
+    """The code of a function, by which it is known: one that is defined in the loop is not new in every step."""
+    return code_of(function) or type(function)
+
+
 class Checked(Protocol):
     """A micro-batch, as far as its check is concerned."""
 
@@ -109,8 +138,9 @@ class SelfCheck:
         self._waiting: list[ForwardPass] = []
         self._backward_calls = BackwardCalls()
         self._functions: list[tuple[WholeStep, set[object]]] = []
-        self._sizes = LargestSizes()
-        self._paths: set[Path] = set()
+        self._met, self._paths, self._sizes = Met(), Met(), LargestSizes()
+        self._path_owing = False
+        self._told: set[str] = set()
         self._number = 0
 
     def due(self, records: int) -> bool:
@@ -129,21 +159,27 @@ class SelfCheck:
     def begin_function(
         self, function: LossFunction, model: nn.Module, batch: Any, micro: Checked, drawn: DrawnPart | None
     ) -> None:
-        """A function from batch to losses is about to be called. Its check is kept if one is due, if its passes went through
-        something new, or if its batch is larger along some dimension than all before."""
+        """A function from batch to losses is about to be called. Its check is kept if one is due, if the function is new or
+        its passes went through something new, or if its batch is larger along some dimension than all before."""
         if not (self.active and micro.records):
             return
-        if micro.due or self._owing or self._sizes.grew(batch):
-            micro.due = True
-            micro.whole = WholeStep(function, model, batch, micro.records, self._number, drawn, self._generators)
+        new = self._met.add(kind_of(function), micro.records) or self._path_owing
+        if micro.due or new or self._owing or self._sizes.grew(batch):
+            micro.due, self._path_owing = True, False
+            shared = self._generators, self._told
+            micro.whole = WholeStep(function, model, batch, micro.records, self._number, drawn, *shared)
             self._start(micro)
 
-    def is_new_path(self, graph: LossGraph | None, micro: Checked) -> bool:
-        """Whether the losses were computed along a path that has not been checked, and are not checked now."""
-        if not self.active or graph is None or graph.path in self._paths:
+    def is_new_path(self, graph: LossGraph | None, micro: Checked, repeatable: bool) -> bool:
+        """Whether the losses were computed along a path that has not been checked, are not checked now, and can be computed
+        again; if they cannot, the next micro-batch is checked."""
+        if not self.active or graph is None:
             return False
-        self._paths.add(graph.path)
-        return micro.whole is None
+        if micro.whole is not None:
+            self._paths.add(graph.path, micro.records)
+        new = not self._paths.has(graph.path, micro.records)
+        self._path_owing |= new and not repeatable
+        return new and repeatable
 
     def _start(self, micro: Checked) -> RecordsCheck:
         """The check of a micro-batch, which begins if it has not yet."""
@@ -156,7 +192,8 @@ class SelfCheck:
         self, module: nn.Module, name: str, inputs: tuple[Any, Any], micro: Checked, reading: Reading, square: bool
     ) -> ForwardPass:
         """A pass through the outermost module begins."""
-        closely = self.active and micro.records > 0 and micro.whole is None and (micro.due or self._owing)
+        whole = micro.whole is not None and not micro.whole.blind
+        closely = self.active and micro.records > 0 and not whole and (micro.due or self._owing)
         rerun = Rerun.of(module, inputs, self._generators) if closely else None
         return ForwardPass(name, micro.records, reading, square, rerun=rerun)
 

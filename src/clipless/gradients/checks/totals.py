@@ -2,8 +2,9 @@
 does any record's output change when other records do: by a statistic of the batch that has no gradient, for instance?"""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ NEARLY = 5e-2
 REPEATED, AMPLIFIED = 5e-2, 100.0
 # Outputs of one record that differ by more, relative, when others change.
 DEPENDENT = 1e-3
+# So many shares of a sum are looked at, at most, to see how far they are rounded.
+SHARES = 16
 
 
 def refuse_lost(
@@ -53,8 +56,11 @@ def refuse_lost(
         if lost and some is not None and alone and gathered is None and max(lost.values()) <= NEARLY:
             in_place = _run_some(forward_pass, some, in_place=True)
             lost = lost if in_place is None else _lost(forward_pass, in_place, trained, gathered)
+        names = list(lost)
+        if names and gathered is None and _half(forward_pass):
+            names = beyond_rounding(names, forward_pass.totals, _shares(forward_pass, trained))
     forward_pass.grads = None
-    for name in lost:
+    for name in names:
         raise lost_gradient(name)
 
 
@@ -91,6 +97,37 @@ def differing(
         if apart > tolerance * size + FLOOR * everything:
             lost[name] = apart / size
     return lost
+
+
+def beyond_rounding(
+    names: Sequence[str], totals: Mapping[str, Tensor], shares: Iterable[Mapping[str, Tensor]]
+) -> list[str]:
+    """Of parameters whose sums differ, those where rounding to 16 bits does not explain it: each of the `shares` of the
+    plain sum is rounded, and their sum may be much smaller than they are."""
+    rest: dict[str, Tensor] = {name: totals[name].double() for name in names if name in totals}
+    squares = dict.fromkeys(rest, 0.0)
+    for share in shares:
+        for name in rest.keys() & share.keys():
+            rest[name] = rest[name] - share[name]
+            squares[name] += _length(share[name]) ** 2
+    rounded = {name for name in rest if _length(rest[name]) <= HALF_TOLERANCE * math.sqrt(squares[name])}
+    return [name for name in names if name not in rounded]
+
+
+def groups_of(numbers: Tensor) -> tuple[Tensor, ...]:
+    """Records in a few groups, whose shares of a sum are looked at."""
+    return numbers.chunk(SHARES)
+
+
+def _shares(forward_pass: ForwardPass, parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+    """The shares of a few groups of the judged records in the plain gradients."""
+    outputs, _, _ = _run_again(forward_pass)
+    judged = forward_pass.judged
+    numbers = torch.arange(forward_pass.records) if judged is None else judged.nonzero()[:, 0].cpu()
+    for chosen in groups_of(numbers) if None not in forward_pass.out_dims else ():
+        mask = torch.zeros(forward_pass.records, dtype=torch.bool).index_fill(0, chosen, True)
+        grads = _arrived(forward_pass, partial(_masked, judged=mask))
+        yield plain_gradients(outputs, grads, parameters, None)
 
 
 def _run_again(forward_pass: ForwardPass) -> Again:

@@ -2,13 +2,27 @@
 
 from clipless.errors import CliplessError, Misuse
 
+UNSEEN_RECORDS = (
+    "clipless cannot choose records of this batch, so it does not see whether record_losses mixes their values. Give "
+    "private.step what private.loader yields, built of tensors in tuples, lists, dictionaries or dataclasses."
+)
+UNSEEN_COLLATING = (
+    "clipless cannot collate records of this batch again, so it does not see whether padding or a statistic in the collate "
+    "function tells one record about the others. Give private.step what private.loader yields, and let the data set be "
+    "read in the main process, too."
+)
+RANDOM_COLLATING = (
+    "the collate function draws random numbers, so clipless does not see whether padding or a statistic in it tells one "
+    "record about the others. Draw random numbers in record_losses or in the data set instead."
+)
+
 
 def keeps_state(where: str) -> CliplessError:
     return Misuse(
-        f"record_losses gave other losses when it was called again on the same batch{where}: it keeps something of the "
-        "records from step to step (a queue, a running mean or scale, a center), which no noise protects, or it draws from "
-        "a random generator of its own. Compute losses from the batch and the model alone, and draw from torch's "
-        "generator."
+        f"record_losses gave other losses when it was called again on the same batch{where}: it keeps something from "
+        "call to call. If that comes from the records (a queue, a running mean or scale, a center), no noise protects it. "
+        "Compute losses from the batch and the model alone; count steps and update teachers outside of the function, and "
+        "draw from torch's generator."
     )
 
 

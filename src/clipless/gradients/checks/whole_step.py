@@ -1,18 +1,19 @@
 """Checks on the whole function from batch to losses, which `private.step` is given.
 
 Nothing between the batch and the losses is out of sight here: what the loop keeps from step to step, statistics between
-modules, choices among records, weights from other labels. The function is run again without hooks, from the same random
-state: on the same batch, on each half of the records, in another order, and on a few of the records collated again. Every
-record must have the losses it had, and half of the records the gradients that the engine summed for them.
+modules, choices among records, weights from other labels. The function is called again without hooks, from the same random
+state. One half of the records keeps its places while a single record takes all others; the other half is alone, in another
+order; a few records are run one by one, and collated again. Every record must have the loss it had, and the half that is
+alone the gradients that the engine summed for it.
 
-Where random numbers are drawn, other records take the places of those left out, so that the same numbers meet the same rows;
-fewer rows and another order are then tried in evaluation mode.
+Random numbers are drawn for the whole batch. So that the same numbers meet the same rows, the number of rows stays where
+they are drawn; fewer rows and another order are then tried in evaluation mode with constants in their place.
 """
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +21,23 @@ from torch import Tensor, nn
 from clipless.clipped import LossFunction
 from clipless.errors import CliplessError
 from clipless.gradients.checks import whole_messages as messages
-from clipless.gradients.checks.first_difference import first_difference, operations, short_path
-from clipless.gradients.checks.passes import Rerun
+from clipless.gradients.checks.calls_again import CallResult, CallsAgain
+from clipless.gradients.checks.first_difference import NotedCall, first_difference, operations, short_path
 from clipless.gradients.checks.plain import plain_gradients
+from clipless.gradients.checks.reach import code_of
 from clipless.gradients.checks.seeds import shuffled, some_of
-from clipless.gradients.checks.totals import HALF_TOLERANCE, NEARLY, change, differing, weights_moved
-from clipless.gradients.records import TROUBLES
-from clipless.random_state import Generator, same_random_state
+from clipless.gradients.checks.totals import (
+    HALF_TOLERANCE,
+    NEARLY,
+    beyond_rounding,
+    change,
+    differing,
+    groups_of,
+    weights_moved,
+)
+from clipless.random_state import Generator, random_state_restored, same_random_state
 from clipless.sampling.loader import DrawnPart
-from clipless.sampling.rows import BatchRows, copied, placed_like, rows_of
+from clipless.sampling.rows import BatchRows, placed_like, rows_of
 
 # A record's loss that differs by more, relative, is another loss, unless rounding explains it; by more than the second it is
 # refused even then.
@@ -37,18 +46,28 @@ DIFFERS, UNSTABLE = 1e-4, 1e-3
 SAME = 1e-6
 # Rounding explains what changes by less than so many times what a rounding error in every weight changes.
 EXPLAINED = 10.0
-# So many samples are collated again: the shortest, the longest, and others.
+# So many records are run one by one, and so many samples collated again: the shortest, the longest, and others.
 FEW = 4
+# With so many records in all places, at most, it is found out whether the number of random numbers depends on them.
+FILLED = 8
 
 Message = Callable[[str], CliplessError]
 NamedParameters = Mapping[str, nn.Parameter]
 
 
+class Repeated(NamedTuple):
+    """A call on a batch in which half of the records is alone, or has the others' places, and the losses of that half."""
+
+    batch: Any
+    outcome: CallResult
+    losses: Tensor | None
+
+
 class WholeStep:
     """One call of the function on one micro-batch, and what is needed to check it.
 
-    `losses` [b] and `totals`, the engine's unclipped sums over the `judged` records (all of them if that is None), are set
-    when they are known.
+    `totals`, the engine's unclipped sums over the `judged` records (over all if that is None), are set when they are known;
+    while they are None, gradients are not compared. `told` has the warnings that were given already.
     """
 
     def __init__(
@@ -60,225 +79,304 @@ class WholeStep:
         number: int,
         drawn: DrawnPart | None,
         generators: Sequence[Generator],
+        told: set[str],
     ) -> None:
-        self._function, self._model, self._batch, self._drawn = function, model, copied(batch), drawn
+        self._call, self._drawn, self._told = CallsAgain(function, model, batch, generators), drawn, told
         self.records, self._number = records, number
-        self._circumstances = Rerun.of(model, ((), {}), generators)
-        self._random = bool(generators)
-        self._half = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
-        self._half |= self._circumstances.autocast[1]
-        self.judged: Tensor | None = some_of(records, number) if records > 1 else None
-        self.losses = torch.zeros(0)
-        self.totals: dict[str, Tensor] = {}
+        self._half = some_of(records, number)
+        self._rows: BatchRows | None = None
+        self._losses = torch.zeros(0)
+        self.judged: Tensor | None = self._half if records > 1 else None
+        self.totals: dict[str, Tensor] | None = None
 
-    def refuse(self, parameters: NamedParameters | None, live: NamedParameters | None = None) -> None:
-        """Run the function again, and raise if it keeps state, mixes records, or has gradients that the engine lost; without
-        `parameters`, gradients are not compared. `live` are the objects that the model holds for them now, where these
-        are others."""
-        self.judged = self.judged if parameters is not None else None
-        with torch.no_grad():
-            base, self._random = self._run(self._batch)
-            self._half |= base.dtype.itemsize < 4
-            self._refuse_state(base)
-            known = None if self._drawn is None else self._drawn.dims()
-            rows = rows_of(self._batch, self.records, known) if self.records > 1 else None
-            if rows is not None:
-                self._refuse_mixed(base, rows)
-        if parameters is not None:
-            with torch.enable_grad():
-                self._refuse_lost(base, rows, parameters, None if live is parameters else live)
-        with torch.no_grad():
-            self._refuse_collated()
+    def returned(self, losses: Tensor) -> None:
+        """The function has returned these losses, [b]."""
+        self._losses = losses.detach()
+        self._call.half |= losses.dtype.itemsize < 4
+        self._call.returned()
 
-    # Nothing is kept.
+    @property
+    def blind(self) -> bool:
+        """Whether the function returned before any pass was seen: those that come in the backward pass are checked apart."""
+        return self.totals is None and len(self._losses) > 0
 
-    def _refuse_state(self, base: Tensor) -> None:
-        """Two more calls on the same batch: the first is compared with the call that the engine saw, which may be rounded
-        differently, the second with the first."""
-        again, _ = self._run(self._batch)
-        if again.shape != base.shape or change(base, again) > (DIFFERS if self._half or base.is_cuda else SAME):
-            raise messages.keeps_state(self._where(self._batch, None))
-        self._compare(self.losses, base, messages.keeps_state, self._batch, None)
+    def refuse(self, parameters: NamedParameters, live: NamedParameters) -> None:
+        """Call the function again, and raise if it keeps state, mixes records, or has gradients that the engine lost. `live`
+        are the objects that the model holds for the parameters now."""
+        with random_state_restored(self._call.now(), self._call.generators):
+            if self.records > 1:
+                known = None if self._drawn is None else self._drawn.dims()
+                self._rows = rows_of(self._call.batch, self.records, known)
+            with torch.no_grad():
+                seen = self._refuse_mixed()
+            with torch.no_grad() if self.totals is None else torch.enable_grad():
+                repeated = self._refuse_kept()
+                if self.totals is not None:
+                    self._refuse_lost(self.totals, repeated, parameters, None if live is parameters else live)
+            with torch.no_grad():
+                seen |= self._refuse_collated()
+        if self.records > 1 and not seen and repeated.losses is None:
+            self._warn(messages.UNSEEN_RECORDS)
 
     # Records stay apart.
 
-    def _refuse_mixed(self, base: Tensor, rows: BatchRows) -> None:
-        some = some_of(self.records, self._number)
-        for half in (
-            (~some, some) if self.judged is None else (~some,)
-        ):  # the judged half has its gradients compared too
-            self._compare_half(base, rows, half, self._random)
-        if self._random:
-            calm, random = self._run(self._batch, evaluate=True)
-            if not random:
-                self._compare_half(calm, rows, some, False, evaluate=True)
+    def _refuse_mixed(self) -> bool:
+        """One half stays while one of its records takes the places of all others, and a few records are run one by one.
+        Where random numbers are drawn, there are constants for them then, and the other half is alone, too. Returns
+        whether anything could be seen."""
+        half, rows = ~self._half, self._rows
+        if rows is None:
+            self._call.noting_half(partial(self._call.attempt, self._call.batch, self.records))
+            return False
+        batch = self._swapped(rows, half, one=True)
+        outcome = self._call.noting_half(partial(self._call.attempt, batch, self.records))
+        seen = self._of_half(outcome, half, batch) is not None
+        return self._refuse_alone(rows) or seen
 
-    def _compare_half(
-        self, base: Tensor, rows: BatchRows, half: Tensor, in_place: bool, evaluate: bool = False
-    ) -> Tensor | None:
-        """The losses of half of the records, [n], without the others or with these in the others' places; refused if they
-        are not those of `base`. None if they cannot be told."""
-        kept = self._shuffled(half)
-        losses = None
-        if not in_place:
-            losses = self._attempt(rows.chosen(kept), len(kept), evaluate, drew=False)
-        taken, in_place = kept, losses is None
-        if losses is None:
-            taken = self._in_others_places(half)
-            losses = self._attempt(rows.chosen(taken), self.records, evaluate)
-            losses = None if losses is None else losses[half.to(losses.device)]
-            kept = half.nonzero()[:, 0]
-        if losses is not None:
-            expected = base[kept.to(base.device)]
-            self._compare(expected, losses, messages.depends_on_others, rows.chosen(self._in_others_places(half)), kept)
+    def _of_half(self, outcome: CallResult | None, half: Tensor, batch: Any) -> Tensor | None:
+        """The losses of half of the records, which have their places in this batch; refused if they are not what they were.
+        None if that cannot be told."""
+        if outcome is None or not outcome.as_many:
+            return None
+        kept = half.nonzero()[:, 0]
+        losses = outcome.losses[kept.to(outcome.losses.device)]
+        expected = self._losses[kept.to(losses.device)]
+        if self._call.random and change(expected, losses.detach()) > DIFFERS and self._draws_depend_on_records():
+            return None
+        self._compare(expected, losses, messages.depends_on_others, batch, kept)
         return losses
 
-    def _shuffled(self, half: Tensor) -> Tensor:
-        kept = half.nonzero()[:, 0]
+    def _draws_depend_on_records(self) -> bool:
+        """Whether the function draws another number of random numbers for other records."""
+        assert self._rows is not None
+        for k in range(min(self.records, FILLED)):
+            outcome = self._call.attempt(self._rows.chosen(torch.full((self.records,), k)), self.records)
+            if outcome is None or not outcome.as_many:
+                return True
+        return False
+
+    def _refuse_alone(self, rows: BatchRows) -> bool:
+        calm, expected = self._call.random, self._losses
+        if calm:
+            base = self._call.attempt(self._call.batch, self.records, calm)
+            if base is None or base.random:
+                return False
+            expected = base.losses
+        ones = list(shuffled(self.records, self._number)[:FEW].split(1))
+        for chosen in [self._shuffled(), *ones] if calm else ones:
+            alone = self._call.attempt(rows.chosen(chosen), len(chosen), calm)
+            if alone is not None and not alone.random:
+                before = expected[chosen.to(expected.device)]
+                self._compare(before, alone.losses, messages.depends_on_others, None, chosen)
+        return True
+
+    def _shuffled(self) -> Tensor:
+        """The records of the judged half, in another order."""
+        kept = self._half.nonzero()[:, 0]
         return kept[shuffled(len(kept), self._number)]
 
-    def _in_others_places(self, half: Tensor) -> Tensor:
-        """For each row a record of this half: itself, or one in another's place."""
+    def _swapped(self, rows: BatchRows, half: Tensor, one: bool = False) -> Any:
+        """The batch with records of one half, or `one` of them, in the places of the others."""
         kept, everyone = half.nonzero()[:, 0], torch.arange(self.records)
-        return torch.where(half, everyone, kept[everyone % len(kept)])
+        others = kept[self._number % len(kept)] if one else kept[everyone % len(kept)]
+        return rows.chosen(torch.where(half, everyone, others))
 
-    # No gradient is lost.
+    # Nothing is kept, and no gradient is lost.
+
+    def _refuse_kept(self) -> Repeated:
+        """Two more calls on half of the records, or on all if these cannot be told apart: refused if the first returns other
+        losses than at first, or the second others than the first."""
+        repeated = None if self._rows is None else self._half_again(self._rows)
+        if repeated is None:
+            outcome = self._call.attempt(self._call.batch, self.records)
+            if outcome is None:
+                raise messages.keeps_state(self._place())
+            self._compare(self._losses, outcome.losses, messages.keeps_state, None, None)
+            repeated = Repeated(self._call.batch, outcome, None)
+        once = repeated.outcome.losses
+        twice = self._call.attempt(repeated.batch, len(once))
+        if twice is None or self._changed(once, twice.losses):
+            raise messages.keeps_state(self._where_kept())
+        return repeated
+
+    def _half_again(self, rows: BatchRows) -> Repeated | None:
+        if not self._call.random:
+            kept = self._shuffled()
+            batch = rows.chosen(kept)
+            outcome = self._call.attempt(batch, len(kept))
+            if outcome is not None and not outcome.random:
+                expected = self._losses[kept.to(outcome.losses.device)]
+                other = self._swapped(rows, self._half)
+                self._compare(expected, outcome.losses, messages.depends_on_others, other, kept)
+                return Repeated(batch, outcome, outcome.losses)
+        batch = self._swapped(rows, self._half)
+        outcome = self._call.attempt(batch, self.records)
+        losses = self._of_half(outcome, self._half, batch)
+        return None if outcome is None or losses is None else Repeated(batch, outcome, losses)
+
+    def _changed(self, once: Tensor, twice: Tensor) -> bool:
+        return change(once.detach(), twice.detach()) > (DIFFERS if self._call.half or once.is_cuda else SAME)
 
     def _refuse_lost(
-        self, base: Tensor, rows: BatchRows | None, parameters: NamedParameters, gathered: NamedParameters | None
+        self,
+        totals: Mapping[str, Tensor],
+        repeated: Repeated,
+        parameters: NamedParameters,
+        gathered: NamedParameters | None,
     ) -> None:
         """Raise if the sums over the judged records are not what plain autograd gives for them."""
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        losses = None
-        if rows is not None and self.judged is not None:
-            losses = self._compare_half(base, rows, self.judged, self._random)
-        lost = self._lost(losses, None, trained, gathered)
-        if lost and losses is not None and gathered is None and rows is not None and max(lost.values()) <= NEARLY:
-            assert self.judged is not None  # rounded otherwise with fewer rows, next to a kink
-            taken = self._in_others_places(self.judged)
-            again = self._attempt(rows.chosen(taken), self.records)
-            if again is not None:
-                lost = self._lost(again, self.judged, trained, gathered)
-        for name in lost:
-            raise messages.lost_gradient(name)
-
-    def _lost(
-        self, losses: Tensor | None, mask: Tensor | None, trained: NamedParameters, gathered: NamedParameters | None
-    ) -> dict[str, float]:
+        losses, mask = repeated.losses, None
         if losses is None:
-            losses, _ = self._run(self._batch)
-            mask = self.judged
-        weights = torch.ones_like(losses) if mask is None else mask.to(losses)
-        plain = plain_gradients([losses], [weights], trained, gathered)
-        return differing(self.totals, plain, trained, self._half, 0.0)
+            losses, mask = repeated.outcome.losses, self.judged
+        elif self.judged is None:
+            losses = self._call(self._call.batch).losses
+
+        def lost(losses: Tensor, mask: Tensor | None) -> dict[str, float]:
+            weights = torch.ones_like(losses) if mask is None else mask.to(losses)
+            plain = plain_gradients([losses], [weights], trained, gathered)
+            return differing(totals, plain, trained, self._call.half, 0.0)
+
+        found = lost(losses, mask)
+        if found and repeated.losses is not None and gathered is None and max(found.values()) <= NEARLY:
+            assert self._rows is not None  # rounded differently with fewer rows, next to a kink
+            again = self._call.attempt(self._swapped(self._rows, self._half), self.records)
+            if again is not None and self.judged is not None:
+                losses, mask = again.losses, self.judged
+                found = lost(losses, mask)
+        names = list(found)
+        if names and self._call.half and gathered is None:
+            numbers = torch.arange(len(losses)) if mask is None else mask.nonzero()[:, 0].cpu()
+            weights = (torch.zeros_like(losses).index_fill(0, g.to(losses.device), 1.0) for g in groups_of(numbers))
+            names = beyond_rounding(
+                names, totals, (plain_gradients([losses], [weight], trained, None) for weight in weights)
+            )
+        for name in names:
+            raise messages.lost_gradient(name)
 
     # Collated again.
 
-    def _refuse_collated(self) -> None:
-        """Collate a few records together and each alone; refused if they have other losses."""
-        samples = None if self._drawn is None else self._drawn.samples()
-        if self._drawn is None or samples is None or len(samples) < 2:
-            return
+    def _refuse_collated(self) -> bool:
+        """Raise if records have other losses when they are collated alone. Returns whether half of all records was."""
+        drawn, opaque = self._drawn, self._rows is None
+        if drawn is None or self.records < 2 or not (drawn.mixes or opaque):
+            return False
+        samples = drawn.samples()
+        if samples is None:
+            self._warn(messages.UNSEEN_COLLATING)
+            return False
         few = _extremes(samples)
-        batches = self._collated([few, *([sample] for sample in few)])
-        if batches is None:
-            return
-        for evaluate in (False, True):
-            found = [
-                self._attempt(batch, 1 if k else len(few), evaluate, drew=False) for k, batch in enumerate(batches)
-            ]
-            together, alone = found[0], found[1:]
-            if together is not None and all(loss is not None for loss in alone):
-                separate = torch.cat([loss for loss in alone if loss is not None])
-                pairs = separate.sort().values, together.sort().values
-                self._compare(*pairs, messages.collated_with_others, None, None)
-                return
-            if not self._random:
-                return
+        together = self._together(drawn, few, samples)
+        if drawn.mixes:
+            self._refuse_groups([together, *([samples[k]] for k in few)], messages.collated_with_others)
+        halves = [[s for s, judged in zip(samples, half, strict=True) if judged] for half in (self._half, ~self._half)]
+        return opaque and self._refuse_groups([samples, *halves], messages.depends_on_others)
+
+    def _together(self, drawn: DrawnPart, few: list[int], samples: list[Any]) -> list[Any]:
+        """A few samples, fetched together; as they were fetched one by one if fetching draws random numbers."""
+        before = self._call.now()
+        found = drawn.samples(torch.tensor(few), together=True)
+        same = found is not None and same_random_state(before, self._call.now())
+        return found if found is not None and same else [samples[k] for k in few]
+
+    def _refuse_groups(self, groups: list[list[Any]], message: Message) -> bool:
+        """Collate groups of samples, of which the first has those of all others. Refused if their losses differ. Returns
+        whether that could be seen."""
+        batches = self._collated(groups)
+        pairs = list(zip(groups, batches, strict=True)) if batches else []
+        found = [self._call.attempt(batch, len(group), calm=self._call.random) for group, batch in pairs]
+        outcomes = [outcome for outcome in found if outcome is not None and not outcome.random]
+        if not pairs or len(outcomes) < len(pairs):
+            return False
+        together = outcomes[0].losses.sort().values
+        separate = torch.cat([outcome.losses for outcome in outcomes[1:]]).sort().values
+        self._compare(together, separate, message, None, None)
+        self._compare(separate, together, message, None, None)  # numbers that are not finite are compared with nothing
+        return True
 
     def _collated(self, groups: list[list[Any]]) -> list[Any] | None:
         """Groups of samples, each collated; None if they are not built like the batch, or if collating is random."""
         assert self._drawn is not None
-        before = self._circumstances.now()
+        before = self._call.now()
         try:
-            batches = [placed_like(self._drawn.collate(group), self._batch) for group in groups]
+            with warnings.catch_warnings(action="ignore"):
+                batches = [placed_like(self._drawn.collate(group), self._call.batch) for group in groups]
         except Exception:
+            batches = [None]
+        if not same_random_state(before, self._call.now()):
+            self._warn(messages.RANDOM_COLLATING)
             return None
-        if not same_random_state(before, self._circumstances.now()):
-            warnings.warn(
-                "The collate function draws random numbers, so clipless cannot see whether padding or a statistic in it "
-                "tells one record about the others. Draw random numbers in record_losses or in the data set instead.",
-                stacklevel=2,
-            )
+        if any(batch is None for batch in batches):
+            self._warn(messages.UNSEEN_COLLATING)
             return None
-        return None if any(batch is None for batch in batches) else batches
+        return batches
 
-    # Running the function again.
-
-    def _run(self, batch: Any, evaluate: bool = False) -> tuple[Tensor, bool]:
-        """The losses of a batch, from the random state of the first call, and whether random numbers were drawn."""
-
-        def call() -> tuple[Tensor, bool]:
-            before = self._circumstances.now()
-            losses = self._function(self._model, copied(batch))
-            return losses, bool(self._circumstances.generators) or not same_random_state(
-                before, self._circumstances.now()
-            )
-
-        return self._circumstances(evaluate=evaluate, run=call)[0]
-
-    def _attempt(self, batch: Any, records: int, evaluate: bool = False, drew: bool | None = None) -> Tensor | None:
-        """The losses of other records; None if the function does not take them, or if random numbers are drawn and should
-        not be."""
-        try:
-            losses, random = self._run(batch, evaluate)
-        except TROUBLES:
-            return None
-        fits = isinstance(losses, Tensor) and losses.shape == (records,)
-        return losses if fits and drew in (None, random) else None
+    # Differences.
 
     def _compare(self, expected: Tensor, found: Tensor, message: Message, other: Any, kept: Tensor | None) -> None:
         """Raise unless the losses are the same, or rounding explains the difference. `other` is a batch of the same size in
         which the `kept` records have their places, to find out where the difference arises."""
-        drift = change(expected.detach(), found.detach())
-        if drift <= (HALF_TOLERANCE if self._half else DIFFERS):
+        drift, tolerance = change(expected.detach(), found.detach()), HALF_TOLERANCE if self._call.half else DIFFERS
+        if drift <= tolerance:
             return
-        if drift <= EXPLAINED * self._rounding():
-            if drift <= UNSTABLE or self._half:
+        rounding = EXPLAINED * self._rounding()
+        if drift <= rounding:
+            if drift <= UNSTABLE or self._call.half:
                 return
             raise messages.unstable(self._place())
+        if message is messages.keeps_state or self._keeps_state(max(tolerance, rounding)):
+            raise messages.keeps_state(self._where_kept())
         raise message(self._where(other, kept))
 
+    @torch.no_grad()
+    def _keeps_state(self, tolerance: float) -> bool:
+        """Whether calls on the same batch return other losses."""
+        once, twice = (self._call.attempt(self._call.batch, self.records) for _ in range(2))
+        if once is None or twice is None or self._changed(once.losses, twice.losses):
+            return True
+        return change(self._losses, once.losses) > tolerance
+
+    @torch.no_grad()
     def _rounding(self) -> float:
         """How far the losses move when every weight moves by its rounding error; zero if that cannot be told."""
-        try:
-            with torch.no_grad():
-                base, _ = self._run(self._batch)
-                with weights_moved(self._model):
-                    moved, _ = self._run(self._batch)
-        except TROUBLES:
-            return 0.0
-        return change(base, moved)
+        base = self._call.attempt(self._call.batch, self.records)
+        with weights_moved(self._call.model):
+            moved = self._call.attempt(self._call.batch, self.records)
+        return 0.0 if base is None or moved is None else change(base.losses, moved.losses)
 
+    @torch.no_grad()
     def _where(self, other: Any, kept: Tensor | None) -> str:
-        """The line at which the rows of the kept records first differ, in words; the function's own if that cannot be told.
-        Without `kept` everything is compared."""
-        if other is None:
+        """The line at which the rows of the kept records first differ, in words; the function's if that cannot be told."""
+        if other is None or kept is None:
             return self._place()
-        ours, theirs = (operations(partial(self._run, batch), self.records) for batch in (self._batch, other))
-        everyone = torch.arange(self.records)
-        return first_difference(ours, theirs, everyone if kept is None else kept, kept is None) or self._place()
+        ours, theirs = self._noted(self._call.batch), self._noted(other)
+        return first_difference(ours, theirs, kept) or self._place()
+
+    @torch.no_grad()
+    def _where_kept(self) -> str:
+        """The line at which two calls on the same batch, with one on others between them, first differ."""
+        ours = self._noted(self._call.batch)
+        if self._rows is not None:
+            self._call.attempt(self._swapped(self._rows, self._half), self.records)
+        return first_difference(ours, self._noted(self._call.batch), None) or self._place()
+
+    def _noted(self, batch: Any) -> list[NotedCall]:
+        return operations(partial(self._call, batch), self.records)
 
     def _place(self) -> str:
-        code = getattr(getattr(self._function, "__func__", self._function), "__code__", None)
+        code = code_of(self._call.function)
         return "" if code is None else f" ({code.co_name}, {short_path(code.co_filename)}:{code.co_firstlineno})"
 
+    def _warn(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(message, stacklevel=2)
 
-def _extremes(samples: list[Any]) -> list[Any]:
-    """The shortest and the longest of some samples, and others in between."""
-    by_size = sorted(samples, key=_size)
-    places = [k * (len(by_size) - 1) // (FEW - 1) for k in range(FEW)]
-    return [by_size[place] for place in sorted(set(places))]
+
+def _extremes(samples: list[Any]) -> list[int]:
+    """The places of the shortest and the longest of some samples, and of others in between."""
+    by_size = sorted(range(len(samples)), key=lambda k: _size(samples[k]))
+    return [by_size[place] for place in sorted({k * (len(by_size) - 1) // (FEW - 1) for k in range(FEW)})]
 
 
 def _size(sample: Any) -> int:

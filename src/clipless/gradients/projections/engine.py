@@ -31,7 +31,7 @@ from clipless.gradients.capture.watch import StateWatch, StructureWatch
 from clipless.gradients.checks.leaves import LossGraph, refuse_foreign_leaves
 from clipless.gradients.checks.passes import ForwardPass, Rerun
 from clipless.gradients.checks.seeds import sketch
-from clipless.gradients.checks.self_check import CheckSchedule
+from clipless.gradients.checks.self_check import CheckSchedule, Met, kind_of
 from clipless.gradients.checks.totals import refuse_dependent
 from clipless.gradients.checks.whole_step import WholeStep
 from clipless.gradients.engine import no_batch, refuse_losses
@@ -92,6 +92,7 @@ class ProjectionEngine:
         self._part: Part | None = None
         self._sums: dict[str, Tensor] = {}
         self._functions: list[WholeStep] = []
+        self._met, self._told = Met(), set[str]()
         self.seen = 0
 
     def attach(self) -> None:
@@ -140,7 +141,7 @@ class ProjectionEngine:
         self._watch.refuse_step()
         for whole in self._functions:
             with self._hooks.silenced():
-                whole.refuse(None)
+                whole.refuse(self.parameters, self.parameters)
         return len(self._functions)
 
     def complete(self) -> dict[str, Tensor]:
@@ -219,13 +220,16 @@ class ProjectionEngine:
             part.done = True
             return
         part.by_function, whole = True, None
-        if part.due:
-            whole = WholeStep(function, self._model, batch, part.records, self._number, drawn, self._generators)
+        if self._met.add(kind_of(function), part.records) or part.due:
+            shared = self._generators, self._told
+            whole = WholeStep(function, self._model, batch, part.records, self._number, drawn, *shared)
         losses = function(self._model, batch)
+        refuse_losses(losses, part, "record_losses")
+        if whole is not None:
+            whole.returned(losses)
         with torch.autocast(next(iter(self.parameters.values())).device.type, enabled=False):
             self._backward(losses, function, batch)
         if whole is not None:
-            whole.losses = losses.detach()
             self._functions.append(whole)
 
     def backward(self, losses: Tensor) -> None:
@@ -244,7 +248,8 @@ class ProjectionEngine:
         if part.modes and part.modes != list(map(TRAINING, self.modules)):
             raise messages.modes_changed()
         if part.records:
-            refuse_foreign_leaves(LossGraph(losses, ()).leaves, set(map(id, self.parameters.values())), function, batch)
+            known = set(map(id, self.parameters.values()))
+            refuse_foreign_leaves(LossGraph(losses, ()).leaves, known, part.due, function, batch)
             if not part.passes:
                 raise Misuse("the losses do not come from this model: compute them from what model(x) returned.")
             with self._hooks.silenced():

@@ -58,7 +58,12 @@ class ArrayFetcher:
         self.finite = np.ones(self.rows, bool)
         return jax.tree_util.tree_map(lambda array: self._padded(array[:0], self.rows), self.arrays)
 
-    def samples(self, part: Tensor) -> None:
+    @property
+    def mixes(self) -> bool:
+        """False: records are indexed and not collated."""
+        return False
+
+    def samples(self, part: Tensor, together: bool = False) -> None:
         """None: records are indexed and not collated."""
 
     def dims(self, part: Tensor) -> None:
