@@ -1,5 +1,6 @@
 """The engine: a façade over hooks, receiver, checks and sums."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +15,7 @@ from clipless.gradients.capture.model_map import ModelMap
 from clipless.gradients.capture.receiver import Receiver
 from clipless.gradients.capture.recorder import Recorder
 from clipless.gradients.capture.watch import StateWatch
-from clipless.gradients.checks.leaves import LossGraph, refuse_foreign_leaves
+from clipless.gradients.checks.leaves import LossGraph, refuse_foreign_leaves, rows_among
 from clipless.gradients.checks.self_check import OutputTap, SelfCheck
 from clipless.gradients.kernels import Kernels
 from clipless.gradients.shards import Shards, refuse_sharded
@@ -121,6 +122,8 @@ class Engine:
         micro = self.receiver.micro
         if micro is None:
             raise no_batch()
+        if micro.done and micro.records:
+            raise taken_again()
         if not micro.records and self._shards is None:
             return
         micro.by_function = True
@@ -135,19 +138,20 @@ class Engine:
             self.receiver.open(micro)
             self._recorder.restore()
             self._self_check.begin_function(function, self._model, batch, micro, drawn)
-            losses = function(self._model, Given(batch).batch)
+            given = Given(batch)
+            losses = function(self._model, given.batch)
             self._refuse_losses(losses, "record_losses")
             graph = _graph(losses, micro)
             self._self_check.is_new_path(graph, micro, repeatable)
         if micro.whole is not None:
             micro.whole.returned(losses)
         with torch.autocast(self._device, enabled=False):
-            self._backward(micro, losses, graph, function, batch)
+            self._backward(micro, losses, graph, function, given.tensors)
 
     def backward(self, losses: Tensor) -> None:
         """Run the backward pass from one loss for each record of the open micro-batch."""
         micro = self._refuse_losses(losses, "backward()")
-        self._backward(micro, losses, _graph(losses, micro), None, None)
+        self._backward(micro, losses, _graph(losses, micro), None, ())
 
     def _refuse_losses(self, losses: Tensor, called: str) -> MicroBatch:
         """The open micro-batch; raises unless these are its losses."""
@@ -163,12 +167,18 @@ class Engine:
         return micro
 
     def _backward(
-        self, micro: MicroBatch, losses: Tensor, graph: LossGraph | None, function: LossFunction | None, batch: Any
+        self,
+        micro: MicroBatch,
+        losses: Tensor,
+        graph: LossGraph | None,
+        function: LossFunction | None,
+        given: Sequence[object],
     ) -> None:
         micro.averaged, micro.scale = False, 1.0
         if graph is not None:
-            known, closely = {*map(id, micro.anchors), *self._reachable}, micro.check is not None
-            refuse_foreign_leaves(graph.leaves, known, closely, function, batch)
+            given = rows_among(graph.leaves, micro.records) if function is None else given
+            known = {*map(id, micro.anchors), *map(id, given), *self._reachable}
+            refuse_foreign_leaves(graph.leaves, known, micro.check is not None, function)
             if micro.check is not None and micro.check.forward_passes:
                 micro.check.seed_losses(losses)
                 if micro.whole is not None:
@@ -218,6 +228,14 @@ def no_batch() -> Misuse:
     """The error for a function that is to be called on a batch while none is open."""
     return Misuse(
         "private.step() was called without a batch: iterate over private.loader, and give it each batch once."
+    )
+
+
+def taken_again() -> Misuse:
+    """The error for a function that is to be called on a micro-batch whose gradients were added up already."""
+    return Misuse(
+        "private.step() was called again on a batch that was refused or interrupted after its gradients had been added up. "
+        "private.loader.again() yields the batch once more: give that to private.step()."
     )
 
 

@@ -179,9 +179,9 @@ def rebuilt(like: Any, values: Sequence[Any]) -> Any:
         pairs = dict(zip(like, values, strict=True))
         if type(like) is dict or not isinstance(like, MutableMapping):
             return pairs if type(like) is dict else type(like)(pairs)  # type: ignore[call-arg]
-        made = copy.copy(like)
-        made.update(pairs)
-        return made
+        mapping = copy.copy(like)
+        mapping.update(pairs)
+        return mapping
     if dataclasses.is_dataclass(like):
         twin = copy.copy(like)
         for field, value in zip(dataclasses.fields(like), values, strict=True):
@@ -222,12 +222,12 @@ class Given:
 
     def __init__(self, batch: Any) -> None:
         self.batch = _reopened(batch)
-        self._tensors = tensors_of(batch)
-        self._versions = list(map(_version, self._tensors))
+        self.tensors = tensors_of(batch)
+        self._versions = list(map(_version, self.tensors))
 
     def unchanged(self) -> bool:
         """Whether no tensor was changed in place. Arrays do not tell."""
-        return None not in self._versions and self._versions == list(map(_version, self._tensors))
+        return None not in self._versions and self._versions == list(map(_version, self.tensors))
 
 
 def _version(tensor: Any) -> int | None:

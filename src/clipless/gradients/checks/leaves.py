@@ -2,7 +2,7 @@
 
 import gc
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from clipless.errors import Misuse
 from clipless.gradients.checks.reach import parameter_name
-from clipless.sampling.rows import tensors_of
 
 # The pairs of operations that follow each other in a graph.
 Path = frozenset[tuple[type, type]]
@@ -55,15 +54,14 @@ _LEAF, _MODEL = type(_leaf_node()), Tensor
 
 
 def refuse_foreign_leaves(
-    leaves: Iterable[Tensor], known: Collection[int], closely: bool, function: Callable[..., Any] | None, batch: Any
+    leaves: Sequence[Tensor], known: Collection[int], closely: bool, function: Callable[..., Any] | None
 ) -> None:
-    """Raise if a gradient would reach a tensor that is not released: a parameter or, where the function and its batch are
-    known, another leaf that is kept outside, which takes a while to find out and is looked for `closely` only. `known` are
-    the ids of those that may be reached."""
+    """Raise if a gradient would reach a tensor that is not released: a parameter, or, which takes a while to find out and
+    is looked for `closely` only, another leaf that is kept outside. `known` are the ids of those that may be reached."""
     for leaf in leaves:
         if id(leaf) in known:
             continue
-        if isinstance(leaf, nn.Parameter) or (closely and function is not None and _is_kept(leaf, batch)):
+        if isinstance(leaf, nn.Parameter) or (closely and _is_kept(leaf, leaves)):
             raise Misuse(
                 f"the losses depend on {_name(leaf, function)}, which requires a gradient and is not part of the private "
                 "model, so it would be trained on the records without noise. Make it part of the model before make_private "
@@ -72,12 +70,15 @@ def refuse_foreign_leaves(
             )
 
 
-def _is_kept(leaf: Tensor, batch: Any) -> bool:
-    """Whether anything but the graph and the batch holds the tensor. A leaf that a function made for itself is gone."""
-    if any(leaf is tensor for tensor in tensors_of(batch)):
-        return False
+def rows_among(leaves: Sequence[Tensor], records: int) -> list[Tensor]:
+    """Leaves that may be data of so many records: inputs of which the loop has asked for a gradient."""
+    return [leaf for leaf in leaves if records in leaf.shape and not isinstance(leaf, nn.Parameter)]
+
+
+def _is_kept(leaf: Tensor, ours: Sequence[Tensor]) -> bool:
+    """Whether anything but the graph and our own list holds the tensor. A leaf that a function made for itself is gone."""
     holders = (dict, list, tuple, set, types.CellType)
-    return any(isinstance(holder, holders) for holder in gc.get_referrers(leaf))
+    return any(isinstance(holder, holders) and holder is not ours for holder in gc.get_referrers(leaf))
 
 
 def _name(leaf: Tensor, function: Callable[..., Any] | None) -> str:

@@ -28,7 +28,7 @@ from clipless.gradients.capture.receiver import TRAINING
 from clipless.gradients.capture.refusals import refuse_module
 from clipless.gradients.capture.stand_ins import StandIns
 from clipless.gradients.capture.watch import StateWatch, StructureWatch
-from clipless.gradients.checks.leaves import LossGraph, refuse_foreign_leaves
+from clipless.gradients.checks.leaves import LossGraph, refuse_foreign_leaves, rows_among
 from clipless.gradients.checks.passes import ForwardPass, Rerun
 from clipless.gradients.checks.seeds import sketch
 from clipless.gradients.checks.self_check import CheckSchedule, Met, kind_of
@@ -44,6 +44,7 @@ from clipless.gradients.sums import Factors, Observe
 from clipless.gradients.trees import closed, opened, shapes_of
 from clipless.random_state import own_generators
 from clipless.sampling.loader import DrawnPart
+from clipless.sampling.rows import tensors_of
 from clipless.torch_internals import current_graph_task, pytree
 
 # Forward and backward mode may differ by so much, relative to the length of the clipped norms.
@@ -228,15 +229,15 @@ class ProjectionEngine:
         if whole is not None:
             whole.returned(losses)
         with torch.autocast(next(iter(self.parameters.values())).device.type, enabled=False):
-            self._backward(losses, function, batch)
+            self._backward(losses, function, tensors_of(batch))
         if whole is not None:
             self._functions.append(whole)
 
     def backward(self, losses: Tensor) -> None:
         """From one loss for each record: estimate the norms, and add the clipped sum."""
-        self._backward(losses, None, None)
+        self._backward(losses, None, ())
 
-    def _backward(self, losses: Tensor, function: LossFunction | None, batch: Any) -> None:
+    def _backward(self, losses: Tensor, function: LossFunction | None, given: Sequence[object]) -> None:
         part = self._part
         refuse_losses(losses, part)
         assert part is not None
@@ -248,8 +249,10 @@ class ProjectionEngine:
         if part.modes and part.modes != list(map(TRAINING, self.modules)):
             raise messages.modes_changed()
         if part.records:
-            known = set(map(id, self.parameters.values()))
-            refuse_foreign_leaves(LossGraph(losses, ()).leaves, known, part.due, function, batch)
+            leaves = LossGraph(losses, ()).leaves
+            given = rows_among(leaves, part.records) if function is None else given
+            known = {*map(id, given), *map(id, self.parameters.values())}
+            refuse_foreign_leaves(leaves, known, part.due, function)
             if not part.passes:
                 raise Misuse("the losses do not come from this model: compute them from what model(x) returned.")
             with self._hooks.silenced():
