@@ -223,6 +223,27 @@ def test_a_batch_that_was_handed_out_again_releases_what_it_would_have() -> None
     assert same(*gradients)
 
 
+@pytest.mark.parametrize("size", [None, 1500])
+def test_a_batch_of_several_blocks_that_was_handed_out_again_is_counted_once(size: int | None) -> None:
+    """Of 5,000 records 2,048 are added up in float32 and kept: what is kept of a broken-off attempt is forgotten too."""
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(5000, FEATURES, generator=generator), torch.arange(5000) % CLASSES)
+    gradients = []
+    for broken_off in (False, True):
+        model, optimizer, private = fresh(data=data, batch_size=5000, steps=2)
+        parts = iter(next(iter(private.loader.microbatches(size))) if size else [next(iter(private.loader))])
+        if broken_off:
+            backward(model, next(parts))
+            for part in itertools.islice(parts, 2):
+                backward(model, part)
+            parts = private.loader.microbatches(size).again() if size else iter([private.loader.again()])
+        for part in parts:
+            backward(model, part)
+        optimizer.step()
+        gradients.append(released(model))
+    assert same(*gradients)
+
+
 def test_no_part_of_a_batch_comes_twice() -> None:
     """With two iterators over the parts of one batch, a part could take another's place and count twice."""
     model, _, private = fresh(batch_size=20)

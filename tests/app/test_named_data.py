@@ -161,6 +161,33 @@ def test_a_set_is_read_in_its_standard_format(name: str, tmp_path: Path, monkeyp
     assert task != "classes" or 0 <= int(y.min()) <= int(y.max()) < outputs
 
 
+def test_housing_has_its_eight_features_in_order(tmp_path: Path) -> None:
+    """Of every block, from its nine numbers in StatLib's order; each feature differs from all others."""
+    columns = ("longitude", "latitude", "age", "rooms", "bedrooms", "population", "households", "income", "value")
+    rows = np.arange(tables.HOUSING_RECORDS)
+    block = {name: 1 + (rows * (2 * number + 3) % 101) / 7 for number, name in enumerate(columns)}
+    block |= {"population": 100 * block["population"], "households": 10 + block["households"]}
+    lines = (",".join(map(repr, line)) for line in np.stack([*block.values()], 1).tolist())
+    (tmp_path / "cal_housing.data").write_text("\n".join(lines))
+    expected = np.stack(
+        [
+            (block["income"] - 4) / 2,
+            (block["age"] - 25) / 15,
+            (block["rooms"] / block["households"] - 5) / 2,
+            (block["bedrooms"] / block["households"] - 1) / 0.5,
+            (block["population"] - 1500) / 1500,
+            (block["population"] / block["households"] - 3) / 2,
+            (block["latitude"] - 37) / 2.5,
+            (block["longitude"] + 120) / 2.5,
+        ],
+        1,
+    ).clip(-10, 10)
+    data = load("housing", tmp_path)
+    x, y = (np.concatenate(both) for both in zip(data.train.tensors, data.test.tensors, strict=True))
+    found, wanted = np.column_stack([x, y]), np.column_stack([expected, block["value"] / 100_000])
+    np.testing.assert_allclose(found[np.lexsort(found.T)], wanted[np.lexsort(wanted.astype(np.float32).T)], rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", [name for name in SETS if name != "cifar10"])
 def test_a_file_cut_short_is_refused_with_how_to_get_it(name: str, tmp_path: Path) -> None:
     folder = written(name, tmp_path)

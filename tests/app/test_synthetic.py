@@ -52,6 +52,14 @@ def test_whitened_features_have_unit_variance_in_every_direction(count: int, mon
     assert torch.allclose(found(given).square().mean(1), torch.ones(count), atol=1e-4)
 
 
+def test_whitened_features_do_not_depend_on_where_the_mean_lies() -> None:
+    given = torch.randn(400, 20, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    moved = given + torch.linspace(-50, 50, 20, dtype=torch.float64)
+    found, white = (whitening.whitening_of(one)(one) for one in (moved, given))
+    torch.testing.assert_close((found @ found.T), (white @ white.T), rtol=1e-6, atol=1e-6)
+    assert float(white.mean(0).abs().max()) < 0.2
+
+
 def test_regularisation_keeps_weak_directions_weak() -> None:
     scales = torch.tensor([10.0, 1.0, 0.01])
     given = torch.randn(500, 3, generator=torch.Generator().manual_seed(2)) * scales

@@ -168,6 +168,20 @@ def test_every_setting_acts(change: dict[str, object]) -> None:
     assert not torch.allclose(weights(base), weights(replace(base, **change)))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("clipping", ["none", "auto-s"])
+def test_the_scores_of_a_run_with_averages_are_those_of_the_average(clipping: str) -> None:
+    last: list[float] = []
+    data = numbers()
+
+    def look(model: nn.Module, progress: TrainingProgress) -> None:
+        last.append(evaluate(model, data.test, TASKS[data.task]))
+
+    result = train(data, replace(QUICK, clipping=clipping, averaging=0.9), research=look)
+    assert result.scores[-1] == evaluate(result.model, data.test, TASKS[data.task])
+    assert all(score != of_last for score, of_last in zip(result.scores, last[1:], strict=True))
+    assert len(result.scores) == 2
+
+
 def test_the_last_step_of_a_linear_schedule_is_the_shortest() -> None:
     settings = TrainingSettings(lr_schedule="linear")
     assert [lr_factor(settings, step, 4) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]

@@ -12,8 +12,12 @@ from clipless.app import training
 from clipless.app.data import Data, load
 from clipless.app.data.dataset import make_data
 from clipless.app.training import OPTIMIZERS, Result, TrainingProgress, TrainingSettings, save_run, train
+from clipless.app.training.saving import Saving
 from clipless.clipping import CLIPPINGS
 from clipless.errors import CliplessError, InvalidArgument
+from clipless.noise import NoiseSource, noise_source
+from clipless.noise.keys import keys_of
+from clipless.runs.checkpoint import read_checkpoint
 from clipless.runs.run_folder import RunFolder
 
 QUICK = TrainingSettings(model="linear", epochs=2, batch_size=32, seed=1)
@@ -70,6 +74,18 @@ def test_seed_repeats_a_run_and_nothing_else_does(data: Data, clipping: str) -> 
     assert not torch.equal(weights(first), weights(other))
     torch.manual_seed(6)
     assert not torch.equal(weights(fresh), weights(train(data, replace(QUICK, clipping=clipping, seed=None))))
+
+
+@pytest.mark.parametrize("seed", [2**32, 2**40 + 1, 2**120 + 3])
+def test_noise_takes_a_seed_of_more_than_32_bits_whole(data: Data, seed: int, tmp_path: Path) -> None:
+    """Of 32 bits each number can be tried; the noise is that of the whole seed, bit for bit."""
+    train(data, replace(QUICK, epochs=1, seed=seed), saving=Saving(tmp_path, every=0))
+    noise = read_checkpoint(tmp_path / "checkpoint.pt").private["noise"]
+    zeros = [torch.zeros(9)]
+    for place in (0, 3):
+        expected = noise_source(seed=seed).release("gradient", place, zeros, [1.0])[0]
+        found = NoiseSource("seeded", keys_of(noise)).release("gradient", place, zeros, [1.0])[0]
+        assert torch.equal(found, expected)
 
 
 def test_global_generator_is_left_alone(data: Data) -> None:

@@ -179,6 +179,18 @@ def test_all_analyses_of_canaries_together_fail_as_rarely_as_they_say() -> None:
     assert np.median([verdict.independent for verdict in found]) > np.median([verdict.mahloujifar for verdict in found])
 
 
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
+@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2, 0.5])
+def test_both_bounds_hold_together_with_the_confidence_that_is_claimed(rate: float, confidence: float) -> None:
+    """Over everything that two independent attacks of 200 games can show, by their exact probabilities."""
+    games = 200
+    shown = np.arange(games + 1)
+    holds = [[bound >= rate for bound in Rates(k, games, k, games).upper(confidence)] for k in shown]
+    probability = stats.binom.pmf(shown, games, rate)
+    first, second = (float(probability[np.array(one)].sum()) for one in zip(*holds, strict=True))
+    assert first * second >= confidence
+
+
 def test_rates_have_an_upper_bound_each() -> None:
     fpr, fnr = Rates(5, 100, 20, 100).upper(0.95)
     assert 0.05 < fpr < 0.13

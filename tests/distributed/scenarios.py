@@ -3,7 +3,8 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,10 @@ def failures(rank: int, group: Any) -> dict[str, Any]:
     said["another call"] = refused(lambda: private.save_to("never") if rank else optimizer.step())
     said["still open"] = refused(optimizer.step)
     backward(model, private, next(iter(private.loader)))
+    with noise_of_its_own(private, rank):
+        said["other noise"] = refused(optimizer.step)
+    said["steps before"] = private.ledger.steps
+    backward(model, private, next(iter(private.loader)))
     if rank:
         vars(private)["_thresholds"] = private.thresholds * 2
     said["diverged"] = refused(optimizer.step)
@@ -193,6 +198,22 @@ def failures(rank: int, group: Any) -> dict[str, Any]:
     said["steps at last"] = private.ledger.steps
     private.detach()
     return said
+
+
+@contextmanager
+def noise_of_its_own(private: clipless.Private, rank: int) -> Iterator[None]:
+    """Ranks other than the first release something else in the last number of the last parameter, and nowhere else."""
+    source = vars(private._source)
+    release = private._source.release
+
+    def other(*args: Any, **further: Any) -> list[torch.Tensor]:
+        released = release(*args, **further)
+        released[-1].view(-1)[-1] += 0.25 * rank
+        return released
+
+    source["release"] = other
+    yield
+    del source["release"]
 
 
 def left_behind(rank: int, group: Any, folder: Path) -> dict[str, Any]:

@@ -281,6 +281,8 @@ def test_a_rank_that_cannot_step_stops_all_and_all_can_go_on(said: Any) -> None:
 
 def test_ranks_that_would_step_differently_are_stopped(said: Any) -> None:
     for rank in said[2]:
+        assert "the ranks do not have the same at the release of step 3" in rank["failures"]["other noise"]
+        assert rank["failures"]["steps before"] == 2
         assert "the ranks do not have the same at the release of step 3" in rank["failures"]["diverged"]
         assert rank["failures"]["steps"] == 2
         assert "the ranks do not have the same at the release of step 4" in rank["failures"]["other weights"]

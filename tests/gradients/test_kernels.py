@@ -45,6 +45,8 @@ PIECES = {
     "conv1d": lambda: correlation(nn.Conv1d(3, 4, 3, stride=2, padding=1), 9),
     "conv2d": lambda: correlation(nn.Conv2d(3, 4, 3, padding=1), 5),
     "conv2d stride dilation": lambda: correlation(nn.Conv2d(3, 4, (2, 3), stride=(2, 1), padding=1, dilation=2), 8),
+    "conv2d uneven padding": lambda: correlation(nn.Conv2d(3, 4, (3, 2), padding=(2, 0)), 5),
+    "conv3d uneven padding": lambda: correlation(nn.Conv3d(2, 3, 2, stride=(1, 2, 1), padding=(0, 1, 2)), 3),
     "conv2d rest": lambda: correlation(nn.Conv2d(2, 3, 2, stride=3), 7),
     "conv2d one output": lambda: correlation(nn.Conv2d(2, 3, 4), 4),
     "conv2d groups": lambda: correlation(nn.Conv2d(4, 4, 3, padding=1, groups=2), 5),

@@ -222,6 +222,11 @@ def test_a_length_is_the_one_that_schedulers_are_told(tmp_path: Path) -> None:
     [
         ({"limit_train_batches": 2, "max_epochs": 3}, 6),
         ({"limit_train_batches": 0.5, "max_epochs": 2}, 6),
+        ({"limit_train_batches": 0.6, "max_epochs": 2}, 6),
+        ({"limit_train_batches": 0.99, "max_epochs": 2}, 10),
+        ({"limit_train_batches": 100, "max_epochs": 2}, 12),
+        ({"limit_train_batches": 2, "max_epochs": 3, "max_steps": 5}, 5),
+        ({"limit_train_batches": 2, "max_epochs": 3, "max_steps": 50}, 6),
         ({"max_epochs": 3, "max_steps": 7}, 7),
         ({"fast_dev_run": 2}, 2),
     ],

@@ -28,7 +28,9 @@ from clipless import InvalidArgument, Misuse, Private
 from clipless.app.training import TrainingSettings, save_run, train
 from clipless.app.training.saving import Saving
 from clipless.noise import NoiseSource
-from clipless.noise.keys import STREAMS, Chain, ForwardKeys, SeededKeys, keys_of
+from clipless.noise import keys as key_chains
+from clipless.noise import source as noise_sources
+from clipless.noise.keys import STREAMS, Chain, ForwardKeys, SeededKeys, keys_of, keystream
 from clipless.sampling.loader import PoissonSampler
 from killing import blobs
 
@@ -80,6 +82,25 @@ def test_first_keys_are_of_the_operating_system(monkeypatch: pytest.MonkeyPatch)
     assert keys.key("sample", 0) == expanded(b"d" * 32, 2)[1]
 
 
+def test_new_keys_are_of_the_operating_system_from_their_places_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chain has a key of its own, which outlives those that it replaces."""
+    given = iter([b"a" * 32, b"b" * 32, b"s" * 32, b"d" * 32, b"n" * 16])
+    monkeypatch.setattr(os, "urandom", lambda count: next(given))
+    source = NoiseSource("secure", ForwardKeys())
+    old = source._keys
+    source.renew(5, 7)
+    keys = source._keys
+    assert isinstance(old, ForwardKeys)
+    assert bytes(old._steps._key) == bytes(old._draws._key) == bytes(32)
+    assert keys.key("gradient", 5) == expanded(b"s" * 32, 2)[1]
+    assert keys.key("statistic", 5) == expanded(b"s" * 32, 3)[2]
+    assert source.sample_key(7) == expanded(b"d" * 32, 2)[1]
+    for stream, place in (("gradient", 4), ("sample", 6)):
+        with pytest.raises(Misuse, match=f"the key of place {place} is gone"):
+            keys.key(stream, place)
+    assert SeededKeys(3).renewed(5, 7).seed == int.from_bytes(b"n" * 16)
+
+
 def test_a_key_is_moved_in_its_own_memory() -> None:
     memory = bytearray(FIRST)
     one = Chain(memory)
@@ -122,19 +143,23 @@ import os, sys
 from clipless import Misuse
 from clipless.noise import noise_source
 import torch
-sources = [noise_source(), noise_source(seed=3)]
+secure = [noise_source() for _ in range(5)]
+sources = [*secure, noise_source(seed=3)]
 before = [source.release("gradient", 0, [torch.zeros(9)], [1.0])[0] for source in sources]
 child = os.fork()
 if not child:
-    keys = sources[0]._keys
-    gone = bytes(keys._steps._key) == bytes(keys._draws._key) == bytes(32)
-    same = torch.equal(sources[1].release("gradient", 0, [torch.zeros(9)], [1.0])[0], before[1])
+    chains = [chain for source in secure for chain in (source._keys._steps, source._keys._draws)]
+    gone = all(bytes(chain._key) == bytes(32) for chain in chains)
+    same = torch.equal(sources[-1].release("gradient", 0, [torch.zeros(9)], [1.0])[0], before[-1])
     own = noise_source().release("gradient", 0, [torch.zeros(9)], [1.0])[0]
-    try:
-        sources[0].release("gradient", 0, [torch.zeros(9)], [1.0])
-    except Misuse as refused:
-        os._exit(0 if gone and same and "forked after make_private" in str(refused) and len(own) == 9 else 1)
-    os._exit(2)
+    for source in secure:
+        try:
+            source.release("gradient", 0, [torch.zeros(9)], [1.0])
+        except Misuse as refused:
+            gone = gone and "forked after make_private" in str(refused)
+        else:
+            os._exit(2)
+    os._exit(0 if gone and same and len(own) == 9 else 1)
 _, status = os.waitpid(child, 0)
 after = [source.release("gradient", 0, [torch.zeros(9)], [1.0])[0] for source in sources]
 sys.exit(os.waitstatus_to_exitcode(status) or not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
@@ -165,7 +190,52 @@ def test_whoever_has_used_a_key_erases_it() -> None:
     source.release("gradient", 0, [torch.zeros(9), torch.zeros(9, dtype=torch.float64)], [1.0, 2.0])
     source.release("statistic", 0, [torch.zeros(9)], [1.0])
     assert len(PoissonSampler(source, 1000, 0.1).indices(0)) > 0
-    assert keys.handed_out == [bytearray(32)] * 3
+    assert source.vector(0, 1, [torch.zeros(9)])[0].any()
+    assert keys.handed_out == [bytearray(32)] * 4
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[bytearray]:
+    """Every key that is computed from another one while the test runs."""
+    made: list[bytearray] = []
+
+    def kept(key: bytes | bytearray, counter: int, size: int) -> bytearray:
+        made.append(keystream(key, counter, size))
+        return made[-1]
+
+    for module in (key_chains, noise_sources):
+        monkeypatch.setattr(module, "keystream", kept)
+    return made
+
+
+def test_of_a_chain_no_copy_of_a_key_stays_but_the_one_that_was_asked_for(
+    copies: list[bytearray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the keys on the way to a later place, nor where the chain moves."""
+    ahead: list[bytearray] = []
+    replace = key_chains._replace
+
+    def watched(key: bytearray) -> None:
+        ahead.append(key)
+        replace(key)
+
+    monkeypatch.setattr(key_chains, "_replace", watched)
+    one = Chain(bytearray(FIRST))
+    asked = [one.at(0, 1), one.at(3, 2)]
+    one.forward(2)
+    assert [bytes(key) for key in asked] == [expanded(FIRST, 2)[1], expanded(chain(FIRST, 4)[3], 3)[2]]
+    assert len(copies) == 7
+    assert all(any(key is one for one in asked) or key == bytes(32) for key in copies)
+    assert len(ahead) == 5
+    assert all(key is one._key or key == bytes(32) for key in ahead)
+
+
+def test_of_a_projection_no_key_stays(copies: list[bytearray]) -> None:
+    source = NoiseSource("seeded", SeededKeys(3))
+    first = source.vector(0, 1, [torch.zeros(9)])[0]
+    (own,) = [key for key in copies if len(key) == 32]
+    assert own == bytes(32)
+    assert torch.equal(source.vector(0, 1, [torch.zeros(9)])[0], first)
 
 
 # A run.

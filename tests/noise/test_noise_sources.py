@@ -223,6 +223,16 @@ def test_noise_that_hides_nothing_is_refused(source: NoiseSource, stddev: float)
         list(source.release("gradient", 0, [torch.ones(3), torch.ones(3)], [1.0, stddev]))
 
 
+@pytest.mark.parametrize(("stddev", "divisor"), [(1e-28, 1e3), (1e-31, 1e-3), (1e300, 1e-300)])
+def test_noise_that_hides_nothing_once_it_is_divided_is_refused(
+    source: NoiseSource, stddev: float, divisor: float
+) -> None:
+    """Nor any that hides nothing before: what is added and what is released both have to hide."""
+    source.release("gradient", 0, [torch.ones(3)], [1e-26], 1e3)
+    with pytest.raises(InvalidArgument, match="must be finite and at least 1e-30"):
+        source.release("gradient", 0, [torch.ones(3), torch.ones(3)], [1.0, stddev], divisor)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_least_noise_is_all_there(source: NoiseSource, dtype: torch.dtype) -> None:
     """Of 1000 numbers none is lost to underflow, and their size is right to 5 sigma."""

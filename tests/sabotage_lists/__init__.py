@@ -2,9 +2,11 @@
 
 from sabotage_lists import (
     accounting,
+    application,
     capture,
     checks,
     jax,
+    layers,
     ledger,
     lightning,
     noise,
@@ -35,5 +37,7 @@ ROOMS = (
     lightning,
     transformers,
     own_data,
+    layers,
+    application,
 )
 SABOTAGES: tuple[Sabotage, ...] = tuple(sabotage for room in ROOMS for sabotage in room.SABOTAGES)

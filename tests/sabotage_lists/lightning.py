@@ -173,4 +173,32 @@ SABOTAGES = (
         "if False:",
         ("tests/integrations/test_lightning_refusals.py::test_refused",),
     ),
+    Sabotage(
+        "lightning-part-of-an-epoch-rounded-up",
+        LENGTH,
+        "else int(steps * parts * limit)",
+        "else round(steps * parts * limit)",
+        ("tests/integrations/test_lightning.py::test_the_budget_covers_what_the_trainer_is_set_to",),
+    ),
+    Sabotage(
+        "lightning-limit-beyond-the-epoch",
+        LENGTH,
+        "min(limit, steps * parts) if",
+        "limit if",
+        ("tests/integrations/test_lightning.py::test_the_budget_covers_what_the_trainer_is_set_to",),
+    ),
+    Sabotage(
+        "lightning-limit-forgotten-over-epochs",
+        LENGTH,
+        "total = epochs * per_epoch if",
+        "total = epochs * whole_epoch if",
+        ("tests/integrations/test_lightning.py::test_the_budget_covers_what_the_trainer_is_set_to",),
+    ),
+    Sabotage(
+        "lightning-steps-beyond-the-limited-epochs",
+        LENGTH,
+        "else min(steps, epochs * per_epoch)",
+        "else min(steps, epochs * whole_epoch)",
+        ("tests/integrations/test_lightning.py::test_the_budget_covers_what_the_trainer_is_set_to",),
+    ),
 )

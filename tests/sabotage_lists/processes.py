@@ -270,6 +270,20 @@ SABOTAGES = (
         (f"{PARALLEL}::test_ranks_that_would_step_differently_are_stopped", PARALLEL),
     ),
     Sabotage(
+        "ranks-may-release-other-numbers",
+        RELEASING,
+        "both.split()[1] if sharded else both for",
+        "both.split()[1] for",
+        ("tests/distributed/test_releasing.py::test_without_shards_both_digests_must_be_the_same",),
+    ),
+    Sabotage(
+        "other-numbers-of-one-rank-are-told-as-the-same",
+        "saved_run.py",
+        'f"{fingerprint([*gradients.values(), *shared])} {same}"',
+        'f"{same[:32]} {same}"',
+        (f"{PARALLEL}::test_ranks_that_would_step_differently_are_stopped",),
+    ),
+    Sabotage(
         "ranks-may-begin-with-other-weights",
         "distributed/comparing.py",
         '                found[f"the content of {kind} {name!r}"] = fingerprint([tensor])\n',

@@ -137,6 +137,13 @@ SABOTAGES = (
         ("tests/test_private.py::test_step_releases_the_clipped_sum_plus_noise_over_the_expected_batch",),
     ),
     Sabotage(
+        "blocks-of-a-broken-off-batch-stay",
+        SUMS,
+        "running.records, running.blocks = 0, None",
+        "running.records = 0",
+        ("tests/test_stepping.py::test_a_batch_of_several_blocks_that_was_handed_out_again_is_counted_once",),
+    ),
+    Sabotage(
         "parts-of-a-batch-overwrite-each-other",
         SUMS,
         "            self.records += records\n            return 1\n",

@@ -45,10 +45,10 @@ class OneParameter(StandardisedConv):
 class Computed(nn.Module):
     """A convolution whose weight is computed in any other way, with the arguments of the function as given."""
 
-    def __init__(self, **how: Any) -> None:
+    def __init__(self, kernel: tuple[int, int] = (3, 3), **how: Any) -> None:
         super().__init__()
         self.weight, self.bias = (
-            nn.Parameter(torch.randn(4, 4 // how.get("groups", 1), 3, 3)),
+            nn.Parameter(torch.randn(4, 4 // how.get("groups", 1), *kernel)),
             nn.Parameter(torch.randn(4)),
         )
         self.how = how
@@ -72,6 +72,7 @@ WRITTEN: dict[str, Callable[[], nn.Module]] = {
     "weight norm along the inputs": lambda: stacked(weight_norm(nn.Conv2d(4, 6, 3), dim=1)),
     "any": lambda: stacked(Computed()),
     "same padding": lambda: stacked(Computed(padding="same", dilation=2)),
+    "same padding, even kernel": lambda: stacked(Computed((2, 4), padding="same", dilation=(2, 1))),
     "strides, groups": lambda: stacked(Computed(stride=2, padding=(1, 0), groups=2)),
     "valid padding": lambda: stacked(Computed(padding="valid")),
 }
@@ -131,6 +132,8 @@ REPEATS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "repeat": lambda table, records: table.repeat(records, 1, 1),
     "repeat a tuple": lambda table, records: table.repeat((records, 1, 1)),
     "tile": lambda table, records: torch.tile(table, (records, 1, 1)),
+    "tile with few counts": lambda table, records: torch.tile(table.movedim(0, -1), (records,)).movedim(-1, 0),
+    "tile by numbers": lambda table, records: table.movedim(0, 1).tile(records, 1).movedim(1, 0),
     "one row": lambda table, records: table.flatten().unsqueeze(0).repeat(records, 1).view(records * 2, 5, 3),
     "more dimensions": lambda table, records: table.repeat(records, 1, 1, 1).flatten(0, 1),
     "in another dimension": lambda table, records: table.transpose(0, 1).repeat(1, records, 1).transpose(0, 1),

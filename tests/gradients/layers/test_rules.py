@@ -1,6 +1,7 @@
 """Layer rules: which module is handled by which, and what a rule refuses."""
 
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -65,21 +66,24 @@ def test_a_class_of_the_same_short_name_is_another() -> None:
     assert rule_of(Conv1D()) is None
 
 
-def bag_of_offsets() -> tuple[nn.Module, tuple[Tensor, ...]]:
+def bag_of_offsets(**how: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
     class Bags(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bag = nn.EmbeddingBag(5, 3)
+            self.bag = nn.EmbeddingBag(5, 3, **how)
 
         def forward(self, tokens: Tensor, offsets: Tensor) -> Tensor:
             return self.bag(tokens, offsets)
 
+    torch.manual_seed(0)
     return Bags(), (torch.arange(12) % 5, torch.tensor([0, 3, 4, 9]))
 
 
-def test_bags_by_offsets_are_told_apart() -> None:
-    """All records share one line of indices there: each has those of its own bag."""
-    model, inputs = bag_of_offsets()
+@pytest.mark.parametrize("padding", [None, 2, 4])
+@pytest.mark.parametrize("mode", ["mean", "sum", "max"])
+def test_bags_by_offsets_are_told_apart(mode: str, padding: int | None) -> None:
+    """All records share one line of indices there: each has those of its own bag, without what fills it up."""
+    model, inputs = bag_of_offsets(mode=mode, padding_idx=padding)
 
     def bag_losses(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return net(inputs[0], batch[0]).square().sum(1)
