@@ -7,6 +7,7 @@ with real starts.
 """
 
 import atexit
+import faulthandler
 import json
 import os
 import random
@@ -123,6 +124,23 @@ def run_code(code: str, *arguments: str | Path, cwd: Path | None = None, **furth
         return run(script, *arguments, cwd=cwd, **further)
 
 
+def all_done(started: Sequence[Child], timeout: float = 240, grace: float = 5) -> list[Done]:
+    """What processes that wait for each other end with and write.
+
+    All of them have `timeout` seconds, and `grace` more once one has failed, since the others may wait for it in vain. Those
+    that are left are ended, and write where they stood. One that was killed has not failed.
+    """
+    deadline, pause = time.monotonic() + timeout, 0.002
+    while None in (codes := [process.poll() for process in started]) and time.monotonic() < deadline:
+        if any(code not in (None, 0, -signal.SIGKILL) for code in codes):
+            deadline = min(deadline, time.monotonic() + grace)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.03)
+    for process in started:
+        process.send_signal(signal.SIGQUIT)
+    return [process.done(timeout=30) for process in started]
+
+
 def rank_environments(size: int) -> list[dict[str, str]]:
     """What torchrun tells each of so many ranks."""
     with socket.socket() as listening:
@@ -199,6 +217,7 @@ def _become(request: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
+    faulthandler.register(signal.SIGQUIT, sys.stderr, chain=True)  # writes where it stands, then ends
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,16 +1,19 @@
-"""One thread per test process, so that two run side by side, no hypothesis deadline, as machines are shared, and no
-instructions that the machine does not have.
+"""One thread per test process, so that two run side by side, no hypothesis deadline, as machines are shared, no
+instructions that the machine does not have, and random numbers that are the same whenever a test runs.
 
 On some virtual machines torch takes the processor for one with matrix units, and dies in bfloat16 products with an illegal
 instruction. A child process tries one, and if it dies oneDNN is told to do without, before it is used here.
 """
 
 import gc
+import hashlib
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 PROBED = "CLIPLESS_TESTS_BFLOAT16"
 LIMIT = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -38,6 +41,7 @@ def header(environment: Mapping[str, str]) -> str | None:
 
 probe(os.environ)
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -49,6 +53,31 @@ settings.load_profile("clipless")
 
 def pytest_report_header() -> str | None:
     return header(os.environ)
+
+
+def seed_all(*place: str) -> None:
+    """Set the generators that a test reads when it gives none, by its place alone: by whatever selection and in whatever
+    order tests run, each draws the same numbers. Keys of the operating system, and so secure noise, are not touched."""
+    seed = int.from_bytes(hashlib.sha256("\n".join(place).encode()).digest()[:4])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """For what a file of tests draws when it is imported."""
+    seed_all(collector.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> None:
+    """A fixture that several tests share draws the same whichever of them comes first."""
+    seed_all(request.node.nodeid, fixturedef.argname, str(request.param_index))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    seed_all(item.nodeid)
 
 
 # The files that take longest, the longest first: `make test` gives whole files to two processes, which thus end at about the

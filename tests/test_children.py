@@ -66,6 +66,44 @@ def test_a_child_heeds_signals_and_is_waited_for(tmp_path: Path) -> None:
         children.Child(tmp_path / "sleeper.py", cwd=tmp_path, notes=tmp_path).wait(0.01)
 
 
+WAITS = """
+import time
+
+def stands_here():
+    while True:
+        time.sleep(1)
+
+print("begun", flush=True)
+stands_here()
+"""
+
+
+@pytest.mark.parametrize(("other", "code"), [(WAITS, -3), ("raise ValueError('not this one')", 1), ("", 0)])
+def test_of_processes_that_wait_for_each_other_none_is_waited_for_in_vain(
+    other: str, code: int, tmp_path: Path
+) -> None:
+    """Neither until all of them have had their time, nor once one has failed; each says where it stood."""
+    started = []
+    for number, program in enumerate((WAITS, other)):
+        (tmp_path / f"{number}.py").write_text(program)
+        started.append(children.Child(tmp_path / f"{number}.py", cwd=tmp_path, notes=tmp_path))
+    started[0].wait_for("begun")
+    waiting, ended = children.all_done(started, timeout=600 if code == 1 else 1, grace=0)
+    assert (waiting.returncode, ended.returncode) == (-3, code)
+    assert "in stands_here" in waiting.stderr
+    assert ("not this one" in ended.stderr) == (code == 1)
+
+
+def test_processes_that_come_to_an_end_are_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("import sys, time; time.sleep(float(sys.argv[1])); print(sys.argv[1])")
+    (tmp_path / "dies.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    programs = [("ends.py", "0.5"), ("dies.py", ""), ("ends.py", "0.1")]
+    started = [children.Child(tmp_path / name, how, cwd=tmp_path, notes=tmp_path) for name, how in programs]
+    found = children.all_done(started, grace=0)
+    assert [done.returncode for done in found] == [0, -9, 0]
+    assert [done.stdout for done in found] == ["0.5\n", "", "0.1\n"]
+
+
 def test_what_is_imported_is_that_of_the_tests() -> None:
     code = "import clipless, torch; print(clipless.__file__, torch.__version__, torch.get_num_threads())"
     import clipless

@@ -30,9 +30,9 @@ from clipless.gradients.recurrent import matrix_products
 from clipless.native import LIBRARY, conv, gram, layer_norm, library, lstm, rows
 from clipless.native import noise as native_noise
 from clipless.noise import adding, keys
+from compiling import needs_library
 
 ROOT = Path(__file__).parents[2]
-needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason="nothing was compiled")
 ONEDNN = "torch's product by oneDNN"
 # The functions of the library behind each switch.
 SYMBOLS = {

@@ -8,7 +8,7 @@ import pytest
 from game_ranks import GAMES
 from test_step_game import least
 
-from children import Child
+from children import Child, all_done
 
 HERE = Path(__file__).parent
 
@@ -19,7 +19,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     folder = tmp_path_factory.mktemp("games")
     told = [{"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"} for rank in range(2)]
     ranks = [Child(HERE / "game_ranks.py", folder, cwd=folder, notes=folder, environment=own) for own in told]
-    assert [rank.done().returncode for rank in ranks] == [0, 0], "\n".join(rank.done().stderr for rank in ranks)
+    ended = all_done(ranks)
+    assert [done.returncode for done in ended] == [0, 0], "\n".join(done.stderr for done in ended)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

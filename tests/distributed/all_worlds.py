@@ -43,7 +43,7 @@ def main(processes: int, quick: bool) -> int:
     torch.set_num_threads(1)
     scenario, chosen = ("some_sharded_worlds", SOME) if quick else ("sharded_worlds", (CASES, MODELS))
     with tempfile.TemporaryDirectory() as folder:
-        ranks: list[dict[Any, Any]] = world(scenario, processes, Path(folder))
+        ranks: list[dict[Any, Any]] = world(scenario, processes, Path(folder), seconds=1800)
     alone, noise, failed = expected(*chosen), scenarios.pure_noise()["gradients"], False
     for size, members in worlds_among(processes).items():
         worst: dict[str, float] = {}

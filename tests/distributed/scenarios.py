@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hurried import hurried
 from open_runs import OPEN, gone_on, left_open
-from shared_run import SIZE, backward, begin, dataset, network, refused, released, steps
+from shared_run import SIZE, backward, begin, between, dataset, network, refused, released, steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -47,7 +47,7 @@ def everything(folder: Path) -> dict[Any, Any]:
     """All that ranks can do together, in every world that this one is in; in the end the last rank is killed."""
     said: dict[Any, Any] = {}
     for size, members in WORLDS.items():
-        group = None if size == dist.get_world_size() else dist.new_group(members)
+        group = None if size == dist.get_world_size() else between(members)
         if dist.get_rank() in members:
             said[size] = {f"{name} {groups}": case(name, groups, group=group) for name, groups in cases_of(size)}
             said[size] |= {"noise": pure_noise(group), "batches": batches(group), "secure": secure(group)}
@@ -56,7 +56,7 @@ def everything(folder: Path) -> dict[Any, Any]:
                 said[size] |= one_world(group, folder)
             else:
                 said["outside"] = refused(lambda: begin(group=group))  # noqa: B023
-    pairs = [dist.new_group(members) for members in ([0, 1], [2, 3])]
+    pairs = [between(members) for members in ([0, 1], [2, 3])]
     said["hanging"] = hanging()
     torch.save(said, folder / f"{dist.get_rank()}.pt")
     pair, dying = dist.get_rank() // 2, dist.get_rank() % 2 == 1
@@ -239,7 +239,7 @@ def hanging() -> dict[str, Any]:
     """One of two ranks never comes to its second step, and the other waits as long as the group does: three seconds from
     there on, since before both may be slow."""
     members, rank = [0, 1], dist.get_rank()
-    group = dist.new_group(members)
+    group = between(members)
     if rank not in members:
         return {}
     model, optimizer, private = begin(steps=6, group=group)
@@ -294,7 +294,7 @@ def resumed(folder: Path) -> dict[str, Any]:
     """Three ranks go on with runs of two; then two of them with runs that were interrupted: of two ranks, with a step to
     repeat, and of one process."""
     rank, said = dist.get_rank(), {kind: gone_on(folder / "three" / kind) for kind in OPEN}
-    pair = dist.new_group([0, 1])
+    pair = between([0, 1])
     if rank > 1:
         return said
     for name in ("recording", "add_up"):
@@ -358,3 +358,20 @@ def interrupted(folder: Path, pair: Any) -> dict[str, Any]:
     said["differs"] = refused(lambda: next(steps(model, optimizer, private)))
     private.detach()
     return said
+
+
+# Worlds that do not come to an end.
+
+
+def one_waits(folder: Path) -> None:
+    """The first rank waits for a second one that does something else."""
+    if dist.get_rank() == 0:
+        begin()
+    while True:
+        time.sleep(1)
+
+
+def one_fails(folder: Path) -> None:
+    if dist.get_rank():
+        raise ValueError("not this one")
+    begin()

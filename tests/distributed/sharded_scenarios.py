@@ -2,7 +2,6 @@
 
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from scenarios import CASES, case, pure_noise, refused
-from shared_run import PLAN, SIZE, backward, begin, dataset, network, released, steps, whole
+from shared_run import PLAN, SIZE, backward, begin, between, dataset, network, released, steps, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -102,8 +101,8 @@ def trained(model: nn.Module, scalar: bool = False, **changes: Any) -> list[list
 def everything_sharded(folder: Path) -> dict[Any, Any]:
     """All that ranks of a sharded run can do together, in every world that this one is in; in the end one is killed."""
     said: dict[Any, Any] = {}
-    groups = {size: dist.new_group(members, timeout=timedelta(seconds=60)) for size, members in WORLDS.items()}
-    dying = dist.new_group(WORLDS[2], timeout=timedelta(seconds=60))
+    groups = {size: between(members) for size, members in WORLDS.items()}
+    dying = between(WORLDS[2])
     for size, members in WORLDS.items():
         if dist.get_rank() in members:
             group = groups[size]

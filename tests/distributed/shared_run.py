@@ -1,9 +1,11 @@
 """A small run that any number of processes can train together, and what it releases."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -12,9 +14,15 @@ from torch.utils.data import TensorDataset
 
 import clipless
 
+PATIENCE = timedelta(seconds=60)
 SIZE, FEATURES, CLASSES, BATCH = 60, 4, 3, 5
 # Noise so small that the grid to which releases are rounded is far below 1e-6 of their norm.
 PLAN: dict[str, Any] = {"noise_multiplier": 1e-5, "delta": 1e-5, "batch_size": BATCH, "accountant": "gdp", "seed": 7}
+
+
+def between(members: Sequence[int]) -> Any:
+    """A group of these ranks, which wait for each other as long as in a world, and not for torch's half an hour."""
+    return dist.new_group(list(members), timeout=PATIENCE)
 
 
 def dataset(scale: float = 1.0, without: int | None = None) -> TensorDataset:

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from scenarios import CASES, case, pure_noise
 from sharded_scenarios import few, model_of, sharded, trained
-from shared_run import network
+from shared_run import between, network
 
 MODELS = ("encoder", "lora", "checkpointed", "attention")
 SOME = (CASES[::8], MODELS[-1:])
@@ -24,7 +24,7 @@ def sharded_worlds(
     """Every clipping and partition, batches of one record, noise, and models trained in parts."""
     said: dict[Any, Any] = {}
     worlds = worlds_among(dist.get_world_size())
-    groups = {size: dist.new_group(members) for size, members in worlds.items()}
+    groups = {size: between(members) for size, members in worlds.items()}
     for size, members in worlds.items():
         if dist.get_rank() not in members:
             continue

@@ -9,7 +9,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))  # for `make test-worlds`, which is no test
 
-from children import Child  # noqa: E402
+from children import Child, all_done  # noqa: E402
 
 
 def start(scenario: str, size: int, folder: Path, timeout: int = 60) -> list[Child]:
@@ -24,20 +24,17 @@ def start(scenario: str, size: int, folder: Path, timeout: int = 60) -> list[Chi
     ]  # fmt: skip
 
 
-def finish(started: list[Child], folder: Path) -> list[Any]:
-    """What every rank left, one that was killed as well."""
-    try:
-        for process in started:
-            process.wait(timeout=400)
-    finally:
-        for process in started:
-            process.kill()
-    ended = [process.done() for process in started]
-    outputs = [f"{done.returncode}: {(done.stdout + done.stderr)[-2000:]}" for done in ended]
+def finish(started: list[Child], folder: Path, seconds: float = 240) -> list[Any]:
+    """What every rank left, one that was killed as well. All together have so many seconds: ranks that do not do the same
+    may wait for each other for ever."""
+    ended = all_done(started, seconds)
+    outputs = [
+        f"rank {rank}, {done.returncode}: {(done.stdout + done.stderr)[-6000:]}" for rank, done in enumerate(ended)
+    ]
     assert all(done.returncode in (0, -9) for done in ended), "\n\n".join(outputs)
     return [torch.load(folder / f"{rank}.pt") for rank in range(len(started))]
 
 
-def world(scenario: str, size: int, folder: Path) -> list[Any]:
+def world(scenario: str, size: int, folder: Path, seconds: float = 240) -> list[Any]:
     """What every rank of a scenario gives."""
-    return finish(start(scenario, size, folder), folder)
+    return finish(start(scenario, size, folder), folder, seconds)

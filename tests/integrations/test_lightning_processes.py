@@ -31,7 +31,7 @@ def world(folder: Path, *arguments: str) -> list[Any]:
             started.append(subprocess.Popen(command, env=os.environ | told, stdout=output, stderr=subprocess.STDOUT))
     try:
         for process in started:
-            process.wait(timeout=400)
+            process.wait(timeout=240)
     finally:
         for process in started:
             process.kill()

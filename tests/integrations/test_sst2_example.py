@@ -13,7 +13,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1"
     }
     command = [sys.executable, str(SCRIPT), *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def test_it_trains_and_saves(tmp_path: Path) -> None:

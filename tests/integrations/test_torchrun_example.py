@@ -14,7 +14,7 @@ def test_torchrun() -> None:
     path = os.pathsep.join(filter(None, sys.path))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     script = [str(SCRIPT), "--epochs", "1"]
-    done = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"[\d.]+% of 360 test digits\nSpent\(epsilon=[23]\.\d+.*steps=6", done.stdout)
     assert done.stdout.count("Spent(") == 1

@@ -24,7 +24,7 @@ def test_two_processes_train_the_run_of_one(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = (torch.load(tmp_path / "two" / f"{rank}.pt") for rank in range(2))

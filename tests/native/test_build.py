@@ -1,7 +1,7 @@
 """All compiled code: built with and without threads, checked before it is used, the same in any number of threads, and
 safe in a forked child. What each function computes is tested beside its user."""
 
-import platform
+import importlib
 import re
 import shutil
 import stat
@@ -23,7 +23,7 @@ from clipless.gradients.recurrent.recurrence import forward
 from clipless.native import LIBRARY, SOURCES, gram, library, rows
 from clipless.native.by_torch import Product, Weighted
 from clipless.noise import adding, noise_source
-from compiling import build_hook, needs_compiler, needs_library
+from compiling import NO_NOISE, build_hook, loaded, needs_compiler, needs_library
 
 pytestmark = needs_compiler
 
@@ -158,8 +158,13 @@ CHECKED: dict[str, tuple[Callable[[Path], object], list[tuple[str, str]]]] = {
     ),
 }  # fmt: skip
 
-# The noise is compiled for processors with AES instructions.
-DONE_WITHOUT = set() if platform.machine() == "x86_64" else {"noise.c"}
+DONE_WITHOUT = {"noise.c"} if NO_NOISE else set()
+# Every module that takes a compiled function through the check.
+USERS = sorted(
+    ".".join(file.relative_to(SOURCES.parents[1]).with_suffix("").parts)
+    for file in SOURCES.parent.rglob("*.py")
+    if re.search(r"^compiled = checked\(", file.read_text("utf-8"), re.M)
+)
 
 
 def copied(folder: Path, source: str) -> Path:
@@ -192,10 +197,15 @@ def test_every_source_has_a_check() -> None:
     assert {source.name for source in SOURCES.glob("*.c")} == CHECKED.keys()
 
 
-@needs_library
-def test_every_source_is_checked_before_it_is_used() -> None:
-    missing = {source for source, (load, _) in CHECKED.items() if load(LIBRARY) is None}
-    assert missing <= DONE_WITHOUT, "the package was installed without its compiled part: pip install -e . again"
+@pytest.mark.parametrize("user", USERS)
+def test_every_compiled_function_is_there_and_passes_its_check(user: str) -> None:
+    """With a compiler nothing falls back to torch or numpy unseen."""
+    loaded(importlib.import_module(user))
+
+
+def test_every_source_has_a_user() -> None:
+    assert {load for load, _ in CHECKED.values()} <= {importlib.import_module(user).compiled for user in USERS}
+    assert len(USERS) == len(CHECKED) + 1, "the noise is checked as a keystream and as a release"
 
 
 @pytest.mark.parametrize("source", CHECKED)

@@ -18,7 +18,7 @@ from clipless.gradients.recurrent.through_time import Trace, back_by_steps, forw
 from clipless.native import lstm
 from clipless.native.lstm import Passes
 from clipless.preflight import relative_error
-from compiling import needs_compiler, needs_library
+from compiling import loaded, needs_compiler, needs_library
 from gradients.recurrent.test_recurrent import PROBLEMS
 from problems import losses
 
@@ -70,9 +70,7 @@ class Given:
 
 
 def passes() -> Passes:
-    found = compiled_lstm.compiled()
-    assert found is not None
-    return found
+    return loaded(compiled_lstm)
 
 
 @needs_library

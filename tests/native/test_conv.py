@@ -6,11 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from clipless.gradients.layers import conv_rows
 from clipless.gradients.layers.conv import Correlation
-from clipless.gradients.layers.conv_rows import compiled
-from compiling import needs_library
-
-pytestmark = needs_library
+from compiling import loaded
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -19,8 +17,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def ours(module: nn.Conv1d | nn.Conv2d, acts: Tensor, grads: Tensor) -> Tensor:
     """The gradients, whose norms come along."""
-    rows = compiled()
-    assert rows is not None
+    rows = loaded(conv_rows)
     geometry = Correlation(module, acts, grads, list(module.padding))._geometry
     made, squares = rows(acts, grads, module.weight.shape, geometry)  # type: ignore[arg-type]
     expected = made.double().flatten(1).square().sum(1)

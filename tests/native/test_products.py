@@ -13,7 +13,7 @@ from clipless.gradients.forms import OuterProducts
 from clipless.native import LIBRARY, gram, rows
 from clipless.native.by_torch import Product
 from clipless.native.rows import add_products, written_out
-from compiling import needs_library
+from compiling import loaded, needs_library
 
 SIZES = st.sampled_from([1, 7, 8, 9, 16, 17, 40])
 
@@ -25,6 +25,9 @@ def way(request: pytest.FixtureRequest) -> object:
         if request.param == "torch":
             patch.setattr(rows, "compiled", lambda: None)
             patch.setattr(gram, "compiled", lambda: None)
+        else:
+            loaded(rows)
+            loaded(gram)
         yield
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from clipless.gradients.forms import Addend, Instantiated, OuterProducts, add_all, squares_of
 from clipless.gradients.layers import norm_sums
 from clipless.gradients.layers.norm_sums import compiled as compiled_sums
-from clipless.native import rows
-from clipless.native.by_torch import Weighted
+from clipless.native import LIBRARY, rows
+from clipless.native.by_torch import Product, Weighted
 from clipless.native.rows import add_rows, norms, squared_lengths
-from compiling import needs_library
+from compiling import loaded, needs_library
 
 WIDTHS = st.lists(st.one_of(st.integers(0, 40), st.sampled_from([2047, 2048, 2049, 9000])), min_size=1, max_size=5)
 
@@ -27,11 +27,26 @@ def way(request: pytest.FixtureRequest) -> object:
         if request.param == "torch":
             patch.setattr(rows, "compiled", lambda: None)
             patch.setattr(norm_sums, "compiled", lambda: None)
+        else:
+            loaded(rows)
+            loaded(norm_sums)
         yield
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@needs_library
+def test_ordinary_tensors_are_left_to_nobody_else() -> None:
+    """Each compiled function takes float32 tensors in main memory, and torch does no part of it."""
+    fast, one = rows.build(LIBRARY), numbers(3, 4)
+    assert fast is not None
+    assert fast.squares([one], [(0, 0, -1)], 1) is not None
+    assert fast.norms(one.double().square(), torch.float32, 1.0, 0.0) is not None
+    assert fast.add_rows([Weighted(torch.zeros(4), one, torch.ones(3), 0)], 1.0)
+    assert fast.add_products([Product(torch.zeros(4, 4), one, one, torch.ones(3), 0)], 1.0)
+    assert fast.write_products(numbers(2, 3, 4), numbers(2, 3, 5)) is not None
 
 
 @given(WIDTHS, st.integers(0, 9), st.integers(0, 10**6))

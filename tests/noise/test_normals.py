@@ -17,7 +17,7 @@ from clipless.native.noise import build
 from clipless.noise import adding, noise_source, source
 from clipless.noise.adding import by_numpy
 from clipless.noise.normals import CHUNK, PAIRS, Words, box_muller, chunks_by_numpy, standard_normals
-from compiling import build_hook, needs_compiler
+from compiling import build_hook, loaded, needs_compiler
 
 
 def random_words(chunks: int, seed: int = 1) -> Words:
@@ -82,6 +82,7 @@ def test_a_release_is_the_same_with_and_without_the_library(
 ) -> None:
     sums = [torch.randn(300, 999), torch.zeros(()), torch.randn(5, dtype=other), torch.randn(7).bfloat16()]
     stddevs = [0.5, 1.0, 2.0, 3.0]
+    loaded(adding)
     with_it = noise_source("seeded", 5).release("gradient", 1, sums, stddevs, 7.0)
     monkeypatch.setattr(source, "compiled", lambda: None)
     without = noise_source("seeded", 5).release("gradient", 1, sums, stddevs, 7.0)
@@ -107,9 +108,9 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_compiled_and_numpys_releases_agree_bit_for_bit(
     fresh: Path, sizes: list[int], key: bytes, narrow: bool, seed: int
 ) -> None:
+    loaded(adding, fresh)
     fast = build(fresh, narrow=narrow)
-    if fast is None or adding.compiled(fresh) is None:
-        pytest.skip("this processor has no AES of its own")
+    assert fast is not None
     numbers = np.random.default_rng(seed)
     scales = [10.0 ** float(numbers.integers(-9, 9)) for _ in sizes]
     sums = [
@@ -128,9 +129,7 @@ def test_compiled_and_numpys_releases_agree_bit_for_bit(
 
 @needs_compiler
 def test_compiled_and_numpy_agree_on_millions(fresh: Path) -> None:
-    fast = adding.compiled(fresh)
-    if fast is None:
-        pytest.skip("this processor has no AES of its own")
+    fast = loaded(adding, fresh)
     sums, key = [torch.linspace(-2, 2, 4_000_001)], bytearray(range(32))
     ours, expected = [torch.empty_like(sums[0])], [torch.empty_like(sums[0])]
     fast.add(key, sums, [1e-5], 1 / 3, ours)
@@ -145,9 +144,7 @@ def test_compiled_and_numpy_agree_on_millions(fresh: Path) -> None:
 @pytest.mark.parametrize("places", [None, [3, 5 * CHUNK + 11, 200 * CHUNK]])
 def test_sums_in_double_precision_are_the_same_from_compiled_numbers(fresh: Path, places: list[int] | None) -> None:
     """Statistics of thresholds are in float64, which the compiled release does not take."""
-    fast = adding.compiled(fresh)
-    if fast is None:
-        pytest.skip("this processor has no AES of its own")
+    fast = loaded(adding, fresh)
     key, stddevs = bytearray(range(32)), [0.3, 2.0, 0.7]
     sums = [torch.linspace(-2, 2, size, dtype=torch.float64) for size in (21, CHUNK + 1, 70 * CHUNK)]
     ours, expected = ([torch.empty_like(each) for each in sums] for _ in range(2))

@@ -304,4 +304,12 @@ SABOTAGES = (
         "if False:",
         ("tests/test_torch_internals.py::test_sharded_models_need_a_torch_with_which_they_were_tried",),
     ),
+    Sabotage(
+        "one-rank-does-not-answer",
+        RANKS,
+        "        told.by_all = self._exchanged(what, value=told.own)\n",
+        '        left_out = self.rank == 0 and what.startswith("step")\n'
+        "        told.by_all = [told.own] * self.size if left_out else self._exchanged(what, value=told.own)\n",
+        (f"{PARALLEL}::test_the_run_is_that_of_one_process",),
+    ),
 )

@@ -19,6 +19,7 @@ from clipless.native import rows
 from clipless.partition import partition
 from clipless.preflight import relative_error
 from clipless.thresholds import Constant
+from compiling import loaded
 
 EVERY_RULE = {
     **RULES,
@@ -32,6 +33,8 @@ ROUNDING = 1 + 1e-4
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
         monkeypatch.setattr(rows, "compiled", lambda: None)
+    else:
+        loaded(rows)
 
 
 def output_sums(model: nn.Module, x: Tensor) -> Tensor:
