@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from clipless.accounting import Ledger
 from clipless.app import comparing
@@ -117,6 +119,39 @@ def test_ties_go_to_the_one_without_a_threshold_and_are_named() -> None:
     assert "do not tell it from" in advice([compared("abadi", 0.9), compared("dc-e", 0.2)])
     assert "only private" in advice([compared("abadi", 0.9), compared("none", 1.0)])
     assert "Nothing private" in advice([compared("none", 1.0)])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        ((0.9, 0.9), (0.9, 0.9), False),
+        ((0.9, 0.9), (0.8, 0.9), False),
+        ((0.9, 0.9, 0.9), (0.5, 0.51, 0.52), True),
+        ((0.9, 0.91, 0.92), (0.5, 0.5, 0.5), True),
+        ((0.9, 0.9), (0.5, 0.5), True),
+        ((0.1 + 0.2, 0.3), (0.3, 0.3), False),
+    ],
+)
+def test_runs_with_the_same_score_are_a_result_like_any_other(
+    one: tuple[float, ...], other: tuple[float, ...], apart: bool
+) -> None:
+    """Two runs of a linear model are often equally accurate."""
+    said = advice([compared("abadi", *one), compared("dc-p", *other)])
+    assert ("beyond the spread of these runs" in said) == apart
+    assert ("do not tell it from dc-p" in said) != apart
+
+
+def test_runs_are_told_apart_by_welchs_test() -> None:
+    """At its level, for scores of every spread and number, as scipy finds it."""
+    numbers, found = np.random.default_rng(0), []
+    for _ in range(100):
+        scores = [
+            tuple(0.5 + numbers.normal(size=numbers.integers(2, 6)) * 10.0 ** numbers.uniform(-3, 0)) for _ in range(2)
+        ]
+        one, other = (compared(name, *given) for name, given in zip(("abadi", "dc-p"), scores, strict=True))
+        found.append(stats.ttest_ind(*scores, equal_var=False).pvalue < comparing.LEVEL)
+        assert ("beyond the spread of these runs" in advice([one, other])) == found[-1]
+    assert {*found} == {True, False}
 
 
 def test_runs_that_diverged_are_not_taken_and_can_be_stored() -> None:

@@ -125,4 +125,18 @@ SABOTAGES = (
         "        if False\n",
         ("tests/app/test_report_page.py",),
     ),
+    Sabotage(
+        "equal-scores-end-the-comparison",
+        "app/comparing.py",
+        "    if spread == other_spread == 0:\n        return mean != other_mean\n",
+        "",
+        ("tests/app/test_cli_compare.py::test_runs_with_the_same_score_are_a_result_like_any_other",),
+    ),
+    Sabotage(
+        "clippings-told-apart-as-if-equally-spread",
+        "app/comparing.py",
+        "other_runs, equal_var=False)",
+        "other_runs, equal_var=True)",
+        ("tests/app/test_cli_compare.py::test_runs_are_told_apart_by_welchs_test",),
+    ),
 )

@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
-from scipy.stats import ttest_ind
+from scipy.stats import ttest_ind_from_stats
 
 from clipless import defaults
 from clipless.accounting import Ledger
@@ -188,14 +188,18 @@ def _within(on_progress: OnProgress, what: str, done: float, total: float) -> Ca
 
 
 def _differ(one: Compared, other: Compared, level: float) -> bool:
-    """Whether Welch's test tells the means apart; never with a single run."""
+    """Whether Welch's test tells the means apart; never with a single run, nor if all runs have the same score."""
     if math.isinf(other.merit):
         return not math.isinf(one.merit)
     if min(len(one.scores), len(other.scores)) < 2:
         return False
-    if len({*one.scores}) == len({*other.scores}) == 1:
-        return one.mean != other.mean
-    return float(ttest_ind(one.scores, other.scores, equal_var=False).pvalue) < level
+    (mean, spread, runs), (other_mean, other_spread, other_runs) = (
+        (fmean(scores), stdev(scores), len(scores)) for scores in (one.scores, other.scores)
+    )
+    if spread == other_spread == 0:
+        return mean != other_mean
+    found = ttest_ind_from_stats(mean, spread, runs, other_mean, other_spread, other_runs, equal_var=False)
+    return float(found.pvalue) < level
 
 
 def _json(value: float | None) -> float | str | None:
