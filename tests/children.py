@@ -81,7 +81,7 @@ class Child:
             self.returncode = self._server.asked({"pid": self.pid})
         return self.returncode
 
-    def wait(self, timeout: float = 300) -> int:
+    def wait(self, timeout: float = 240) -> int:
         deadline, pause = time.monotonic() + timeout, 0.002
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -91,7 +91,7 @@ class Child:
             pause = min(2 * pause, 0.03)  # who waits long asks less often
         return code
 
-    def done(self, timeout: float = 300) -> Done:
+    def done(self, timeout: float = 240) -> Done:
         return Done(self.wait(timeout), self.out.read_text("utf-8"), self.err.read_text("utf-8"))
 
     def send_signal(self, number: int) -> None:

@@ -65,6 +65,17 @@ def test_a_chain_is_what_the_documentation_says() -> None:
             assert bytes(one._key) == keys[place]
 
 
+def test_a_chain_that_is_moved_to_an_earlier_place_stays_where_it_is() -> None:
+    """Else it would give the keys of one place under the number of another, and noise would be repeated."""
+    keys, one = chain(FIRST, 9), Chain(bytearray(FIRST))
+    for place, where in ((5, 5), (2, 5), (5, 5), (0, 5), (7, 7)):
+        one.forward(place)
+        assert (one.place, bytes(one._key)) == (where, keys[where])
+        assert one.at(8, 1) == expanded(keys[8], 2)[1]
+        with pytest.raises(Misuse, match="is gone"):
+            one.at(where - 1, 1)
+
+
 def test_no_two_uses_have_the_same_key() -> None:
     keys: list[ForwardKeys | SeededKeys] = [ForwardKeys(), ForwardKeys(), SeededKeys(0), SeededKeys(1), SeededKeys(11)]
     uses = itertools.product(keys, STREAMS, (0, 1, 10, 11, 111))

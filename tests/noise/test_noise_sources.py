@@ -313,6 +313,16 @@ def test_torchs_generator_there_is_used_only_if_asked_for_by_name(seed: int | No
     assert torch.equal(again[2].as_subclass(Tensor).double(), drawn[-1])
 
 
+def test_shards_that_lie_elsewhere_have_noise_of_their_own() -> None:
+    """Drawn there by two ranks, under one key: each shard's place in the whole decides. Five standard deviations."""
+    sources = [noise_source("device", 3) for _ in range(2)]
+    drawn = [
+        source.release("gradient", 0, [Elsewhere(torch.zeros(1000))], [1.0], places=[place])[0].as_subclass(Tensor)
+        for source, place in zip(sources, (0, 1000), strict=True)
+    ]
+    assert abs(float(torch.corrcoef(torch.stack(drawn))[0, 1])) < 0.16
+
+
 # Parameters without a dimension.
 
 

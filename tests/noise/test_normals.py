@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from clipless.native import LIBRARY, SOURCES
 from clipless.native.noise import build
-from clipless.noise import adding, noise_source, source
+from clipless.noise import adding, noise_source, normals, source
 from clipless.noise.adding import by_numpy
+from clipless.noise.keys import words
 from clipless.noise.normals import CHUNK, PAIRS, Words, box_muller, chunks_by_numpy, standard_normals
 from compiling import build_hook, loaded, needs_compiler
 
@@ -88,6 +90,28 @@ def test_a_release_is_the_same_with_and_without_the_library(
     without = noise_source("seeded", 5).release("gradient", 1, sums, stddevs, 7.0)
     assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
     assert [value.dtype for value in with_it] == [torch.float32, torch.float32, other, torch.float32]
+
+
+def test_numbers_that_were_added_and_the_bits_they_came_from_are_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads the memory later finds no noise of a step that was released."""
+    bits, numbers = [], []
+
+    def watched_words(key: bytes | bytearray, counter: int, count: int) -> Any:
+        bits.append(words(key, counter, count))
+        return bits[-1]
+
+    def watched_chunks(key: bytearray, first: int, chunks: int) -> Any:
+        numbers.append(chunks_by_numpy(key, first, chunks))
+        assert numbers[-1].any()
+        return numbers[-1]
+
+    monkeypatch.setattr(normals, "words", watched_words)
+    sums = [torch.zeros(3 * CHUNK - 5), torch.zeros(5), torch.zeros(70 * CHUNK)]
+    made = [torch.empty_like(each) for each in sums]
+    by_numpy(bytearray(range(32)), sums, [1.0, 2.0, 3.0], 1.0, made, chunks=watched_chunks)
+    assert all(each.any() for each in made)
+    assert sum(len(each) for each in numbers) == sum(len(each) for each in bits) == 73 * CHUNK
+    assert not any(each.any() for each in [*bits, *numbers])
 
 
 @pytest.fixture(scope="module")
