@@ -62,6 +62,34 @@ def test_what_was_recorded_is_read(path: Path) -> None:
     assert (found.plan, found.torn, found.planned) == ({"steps": 8, "name": "ünï"}, b"", planned())
 
 
+@pytest.mark.parametrize("fails", ["write", "fsync"])
+def test_after_a_write_that_failed_nothing_more_is_recorded(
+    path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What of the line is on disk is unknown: another line behind it could not be read."""
+    journal, real = create(path), os.write
+    journal.record(FIRST, "print0")
+
+    def half(descriptor: int, content: bytes) -> int:
+        if len(content) < 100:
+            raise OSError(28, "no space left")
+        return real(descriptor, content[: len(content) // 2])
+
+    def no_sync(descriptor: int) -> None:
+        raise OSError(5, "input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, fails, half if fails == "write" else no_sync)
+        with pytest.raises(Misuse, match=r"cannot write to the ledger.*so this step was not released"):
+            journal.record(FIRST, "print1")
+    content = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(Misuse, match="is closed after a failed write or detach"):
+            journal.record(FIRST, "print1")
+    assert path.read_bytes() == content
+    assert read_ledger(path, torn=True).ledger().steps == 2
+
+
 def test_people_can_read_it(path: Path) -> None:
     written(path)
     header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
