@@ -117,6 +117,7 @@ class SavedRun(RunState):
                 raise Misuse(
                     "a checkpoint needs its ledger on disk: call save_to(path) first, and save before detach()."
                 )
+            self._journal.refuse_lost()
             state, place = self.state_dict(), Path(path)
             states = self._model.state_dict(), self._optimizer.state_dict()
         _, *others = self._ranks.gathered(random_states())
@@ -172,6 +173,7 @@ class SavedRun(RunState):
                 raise Misuse(
                     "a checkpoint needs its ledger on disk: call save_to(path) first, and save before detach()."
                 )
+            self._journal.refuse_lost()
             state, place, path = self.state_dict(), self._journal.place(), str(self._journal.path.absolute())
         place = self._ranks.shared(place)
         return {"private": state, "place": place, "path": path, "random": self._ranks.gathered(random_states())}

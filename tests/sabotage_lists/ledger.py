@@ -6,6 +6,7 @@ PRIVATE, SAVED, JOURNAL, FILE = "private.py", "saved_run.py", "runs/journal.py",
 STATE = "run_state.py"
 DURABLE, PRINT, CHECKPOINT = "runs/durable_files.py", "runs/fingerprint.py", "runs/checkpoint.py"
 JOURNALS, CHECKPOINTS, FILES = (f"tests/runs/test_{name}.py" for name in ("journal", "checkpoint", "durable_files"))
+LOST = "tests/runs/test_lost_ledger.py"
 
 SABOTAGES = (
     Sabotage(
@@ -217,6 +218,48 @@ SABOTAGES = (
         "                os.link(part, path)\n",
         "                path.unlink(missing_ok=True)\n                os.link(part, path)\n",
         (f"{JOURNALS}::test_a_file_that_exists_is_never_overwritten",),
+    ),
+    Sabotage(
+        "replaced-ledger-not-noticed",
+        JOURNAL,
+        "if intact and found == (ours.st_dev, ours.st_ino):",
+        "if intact:",
+        (LOST,),
+    ),
+    Sabotage(
+        "cut-ledger-not-noticed",
+        JOURNAL,
+        "intact = ours.st_size == self._size and _end(self._descriptor, self._size) == self._tail",
+        "intact = True",
+        (LOST,),
+    ),
+    Sabotage(
+        "ledger-edited-in-place-not-noticed",
+        JOURNAL,
+        "intact = ours.st_size == self._size and _end(self._descriptor, self._size) == self._tail",
+        "intact = ours.st_size == self._size",
+        (LOST,),
+    ),
+    Sabotage(
+        "ledger-replaced-within-a-write-not-noticed",
+        JOURNAL,
+        "(self._tail + content)[-_TAIL:]\n        self.refuse_lost()\n",
+        "(self._tail + content)[-_TAIL:]\n",
+        (f"{LOST}::test_a_step_is_not_released_if_the_file_is_replaced_while_its_line_is_written",),
+    ),
+    Sabotage(
+        "checkpoint-of-a-lost-ledger",
+        SAVED,
+        "            self._journal.refuse_lost()\n            state, place = self.state_dict(), Path(path)\n",
+        "            state, place = self.state_dict(), Path(path)\n",
+        (f"{LOST}::test_no_checkpoint_is_saved_for_a_ledger_that_is_lost",),
+    ),
+    Sabotage(
+        "two-starters-share-a-file",
+        DURABLE,
+        'part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")\n',
+        'part = path.with_name(f".{path.name}.{os.getpid()}.part")\n    part.unlink(missing_ok=True)\n',
+        (f"{LOST}::test_two_starters_with_one_process_number_do_not_write_one_file",),
     ),
     Sabotage(
         "damaged-checkpoint-is-loaded",

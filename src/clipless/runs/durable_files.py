@@ -1,6 +1,7 @@
 """Atomic, durable writes: a file appears whole or not at all, and is on disk when the function returns."""
 
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -20,9 +21,11 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o
 
 
 def write_part(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o666) -> Path:
-    """Write a complete file beside `path`, flushed to disk, and return its path; the caller moves it into place."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.unlink(missing_ok=True)
+    """Write a complete file next to `path`, flushed to disk, and return its path; the caller moves it into place.
+
+    Its name is random: processes in containers that share a volume may have the same number.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         with open(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             write(file)

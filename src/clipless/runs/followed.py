@@ -23,5 +23,8 @@ class FollowedJournal:
         self.pending -= repeated
         return not repeated
 
+    def refuse_lost(self) -> None:
+        """Does nothing: the first rank looks after its file."""
+
     def close(self) -> None:
         """Does nothing: there is no file."""

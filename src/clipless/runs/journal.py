@@ -12,7 +12,7 @@ from typing import Any
 from clipless.accounting.events import Event, StepEvent
 from clipless.accounting.ledger import Ledger
 from clipless.errors import InvalidArgument, LedgerInUse, Misuse, ReplayDiffers
-from clipless.runs.durable_files import sync_folder, write_part
+from clipless.runs.durable_files import replace_file, sync_folder, write_part
 from clipless.runs.ledger_file import Entry, LedgerFile, entry_line, header_line, parse, read_ledger
 
 try:
@@ -21,10 +21,14 @@ except ImportError:  # pragma: no cover - Windows has no flock
     fcntl = None  # type: ignore[assignment]
 
 _OPEN: "weakref.WeakSet[Journal]" = weakref.WeakSet()
+_TAIL = 80  # bytes at the end of a line, which hold its hash
 
 
 class Journal:
     """The ledger file of one run, locked against every other writer.
+
+    Before and after each write the path must hold the file that is written, and nothing else may have changed it: a file
+    that was replaced, deleted or cut would miss steps that are released.
 
     After `resume`, the events between the checkpoint and the crash are *pending*: the run repeats them, and each must
     come out as recorded. Only then are new ones written.
@@ -37,6 +41,8 @@ class Journal:
         self._pending_steps = sum(isinstance(entry.event, StepEvent) for entry in self._pending)
         self._torn = found.torn
         self._descriptor = descriptor
+        self._size = os.fstat(descriptor).st_size
+        self._tail = _end(descriptor, self._size)
         self._closed = weakref.finalize(self, os.close, descriptor)
         _OPEN.add(self)
 
@@ -106,10 +112,7 @@ class Journal:
 
         Raises `ReplayDiffers` if a repeated event is not the one recorded; its result must not be shown then.
         """
-        if not self._closed.alive:
-            raise Misuse(
-                f"the ledger {self.path} is closed after a failed write or detach(): resume from a checkpoint."
-            )
+        self.refuse_lost()
         if self._pending:
             expected = self._pending[0]
             if fingerprint is None or (expected.event, expected.fingerprint) != (event, fingerprint):
@@ -129,13 +132,47 @@ class Journal:
         while self._pending:
             self._skip_repeated()
         if self._torn:
-            os.ftruncate(self._descriptor, os.lseek(self._descriptor, 0, os.SEEK_END) - len(self._torn))
-            self._torn = b""
+            self._size -= len(self._torn)
+            os.ftruncate(self._descriptor, self._size)
+            self._torn, self._tail = b"", _end(self._descriptor, self._size)
             self.record(found.planned_step(found.recorded().steps), None)
+
+    def refuse_lost(self) -> None:
+        """Raises `Misuse`, and ends the run's recording, unless the path still holds all that was recorded.
+
+        A file that was deleted or replaced can be read as long as it is open, so a copy of it is saved next to it.
+        """
+        if not self._closed.alive:
+            raise Misuse(
+                f"the ledger {self.path} is closed after a failed write or detach(): resume from a checkpoint."
+            )
+        found, ours = _identity(self.path), os.fstat(self._descriptor)
+        intact = ours.st_size == self._size and _end(self._descriptor, self._size) == self._tail
+        if intact and found == (ours.st_dev, ours.st_ino):
+            return
+        how = "changed" if not intact else "deleted" if found is None else "replaced"
+        remedy = (
+            self._copied() if intact else f"put back a copy that contains the line with hash {self.head}, and resume"
+        )
+        self.close()
+        raise Misuse(
+            f"the ledger {self.path} was {how} while this run was writing it, so nothing more is released: {remedy}. "
+            "Keep tools that synchronize, restore or clean up away from the folder of a run."
+        )
 
     def close(self) -> None:
         """Release the file to other processes. Nothing can be recorded afterwards."""
         self._closed()
+
+    def _copied(self) -> str:
+        """Save what was recorded in a file of its own; returns what to do with it."""
+        copy = self.path.with_name(f"{self.path.stem}.{self.run[:8]}{self.path.suffix}")
+        content = _read(self._descriptor, 0, self._size)
+        try:
+            replace_file(copy, lambda file: file.write(content))
+        except OSError as error:
+            return f"what was recorded could not be saved again ({error}); {self.position} steps were taken, and stay spent"
+        return f"what was recorded is in {copy}; move it to {self.path}, and resume"
 
     def _skip_repeated(self) -> None:
         entry = self._pending.popleft()
@@ -147,14 +184,17 @@ class Journal:
 
     def _append(self, content: bytes) -> None:
         try:
-            while content:
-                content = content[os.write(self._descriptor, content) :]
+            written = 0
+            while written < len(content):
+                written += os.write(self._descriptor, content[written:])
             os.fsync(self._descriptor)
         except OSError as error:
             self.close()
             raise Misuse(
                 f"cannot write to the ledger {self.path} ({error}), so this step was not released. Make room, then resume."
             ) from error
+        self._size, self._tail = self._size + len(content), (self._tail + content)[-_TAIL:]
+        self.refuse_lost()
 
     def _difference(self, how: str) -> str:
         return (
@@ -171,6 +211,31 @@ def _without_zeros(found: LedgerFile, descriptor: int) -> LedgerFile:
     if torn != found.torn:
         os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_END) - len(found.torn) + len(torn))
     return replace(found, torn=torn)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file is at a path; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _end(descriptor: int, size: int) -> bytes:
+    """The last bytes of a file of that size."""
+    return _read(descriptor, max(0, size - _TAIL), size)
+
+
+def _read(descriptor: int, start: int, stop: int) -> bytes:
+    content = b""
+    while start + len(content) < stop:
+        os.lseek(descriptor, start + len(content), os.SEEK_SET)
+        part = os.read(descriptor, stop - start - len(content))
+        if not part:
+            break
+        content += part
+    return content
 
 
 def _open_locked(path: Path) -> int:

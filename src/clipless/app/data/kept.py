@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def kept(name: str, made_of: bytes, compute: Callable[[], Tensor]) -> Tensor:
     found = _stored(path)
     if found is None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}.npy")
+        unfinished = path.with_suffix(f".{secrets.token_hex(8)}.npy")
         np.save(unfinished, compute().numpy())
         unfinished.replace(path)
         found = np.load(path, mmap_mode="c")

@@ -42,6 +42,8 @@ class SavedGradients(RunState):
         """
         if self._batch is not None:
             raise Misuse("state_dict() in the middle of a batch: save after update().")
+        if self._journal:
+            self._journal.refuse_lost()
         return self._state() | {"ledger_file": self._journal.place() if self._journal else None}
 
     def load_state_dict(self, state: Mapping[str, Any], ledger: str | Path | None = None) -> None:
