@@ -234,7 +234,7 @@ def test_the_command_line_writes_no_true_value(
     written = []
     for arguments in (
         ["train", *options, "--clipping", clipping, "--accountant", "rdp", "--out", "run"],
-        ["train", *options, "--clipping", clipping, "--accountant", "rdp", "--out", "run", "--json"],
+        ["train", *options, "--clipping", clipping, "--accountant", "rdp", "--out", "other", "--json"],
         ["report", "run"],
         ["report", "run", "--json"],
         ["budget", "--ledger", "run"],

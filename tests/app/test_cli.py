@@ -340,7 +340,10 @@ def test_a_cut_between_lines_is_found_by_a_hash_kept_elsewhere(
 def test_runs_without_a_ledger_file_are_reported_as_what_they_are(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A run of the library without `save_to`, and runs without privacy."""
     (run / "ledger.jsonl").unlink()
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"ledger_file": None}))
     report = json.loads(in_process("report", str(run), "--json"))
     assert report["spent"]["steps"] == 12
     assert "run.json only" in report["ledger"]["state"]

@@ -214,8 +214,15 @@ def test_an_error_in_the_users_code_says_where(folder: Path, capsys: pytest.Capt
     (folder / "my_net.py").write_text("def build(shape, classes):\n    raise KeyError('width')\n")
     done = run_main(["train", "--model", "my_net:build"], folder, capsys)
     assert done.returncode == 1
-    assert done.stderr.startswith("Error: KeyError in my_net.py, line 2: 'width'")
+    assert done.stderr.startswith("Error: KeyError in my_net.py, line 2.\n")
     assert len(done.stderr.splitlines()) == 2
+    assert "KeyError: 'width'" in run_main(["train", "--model", "my_net:build", "--debug"], folder, capsys).stderr
+
+
+def test_an_error_of_the_system_is_shown_with_its_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "my_net.py").write_text("def build(shape, classes):\n    return open('no-such-file')\n")
+    done = run_main(["train", "--model", "my_net:build"], folder, capsys)
+    assert "FileNotFoundError in my_net.py, line 2: [Errno 2] No such file or directory: 'no-such-file'" in done.stderr
 
 
 def test_exit_codes_are_in_the_help_of_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,9 +138,11 @@ def test_a_crash_leaves_the_whole_search_counted(tmp_path: Path) -> None:
 def test_an_earlier_search_in_the_folder_is_kept(tmp_path: Path) -> None:
     search = planned()
     tune(search, out=tmp_path)
-    tune(search, out=tmp_path)
-    names = {"ledger.jsonl", "model.pt", "run.json", "ledger.1.jsonl", "model.1.pt", "run.1.json"}
-    assert {path.name for path in tmp_path.iterdir()} == names
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert before.keys() == {"ledger.jsonl", "model.pt", "run.json"}
+    with pytest.raises(InvalidArgument, match="choose another folder"):
+        tune(search, out=tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @given(st.lists(st.sampled_from([-math.inf, 0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=12), st.randoms())

@@ -215,7 +215,9 @@ def test_an_unfinished_run_is_not_overwritten(tmp_path: Path) -> None:
     stopped(tmp_path)
     with pytest.raises(InvalidArgument, match="--resume"):
         train(blobs(), QUICK, saving=Saving(tmp_path))
-    save_run(train(blobs(), replace(QUICK, clipping="none")), tmp_path)
+    plain = train(blobs(), replace(QUICK, clipping="none"))
+    with pytest.raises(InvalidArgument, match="choose another folder"):
+        save_run(plain, tmp_path)
     assert RunFolder(tmp_path).unfinished
     train(blobs(), QUICK, saving=Saving(tmp_path, resume=True))
 
@@ -225,9 +227,13 @@ def test_a_finished_run_is_kept_and_not_resumed(tmp_path: Path) -> None:
     head = read_ledger(tmp_path / "ledger.jsonl").head
     with pytest.raises(InvalidArgument, match="finished"):
         train(blobs(), QUICK, saving=Saving(tmp_path, resume=True))
-    save_run(train(blobs(), replace(QUICK, seed=2), saving=Saving(tmp_path)), tmp_path)
-    assert read_ledger(tmp_path / "ledger.1.jsonl").head == head
-    assert json.loads((tmp_path / "run.1.json").read_text())["ledger_file"]["head"] == head
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(InvalidArgument, match="holds a finished run, and its ledger has to be kept"):
+        train(blobs(), replace(QUICK, seed=2), saving=Saving(tmp_path))
+    with pytest.raises(InvalidArgument, match="choose another folder"):
+        save_run(train(blobs(), replace(QUICK, clipping="none")), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert read_ledger(tmp_path / "ledger.jsonl").head == head
     assert not RunFolder(tmp_path).unfinished
 
 

@@ -4,6 +4,7 @@ from sabotage_lists.one import Sabotage
 
 RESULT, REPORT = "app/training/result.py", "app/report.py"
 TRAINING, CLI, SECRETS = "tests/app/test_training.py", "tests/app/test_cli.py", "tests/test_secrets.py"
+RUN_FILES = "tests/app/test_run_files.py"
 
 SABOTAGES = (
     Sabotage(
@@ -138,5 +139,96 @@ SABOTAGES = (
         "other_runs, equal_var=False)",
         "other_runs, equal_var=True)",
         ("tests/app/test_cli_compare.py::test_runs_are_told_apart_by_welchs_test",),
+    ),
+    Sabotage(
+        "duration-taken-for-private",
+        RESULT,
+        'return scores | {"metrics.seconds": _DURATION} | diagram',
+        "return scores | diagram",
+        (f"{RUN_FILES}::test_the_duration_of_a_run_is_not_private",),
+    ),
+    Sabotage(
+        "finished-run-replaced",
+        "app/commands/begin.py",
+        "        RunFolder(folder).resumable(files.resume)  # or raises: a run is there that is not to be resumed\n",
+        "",
+        (f"{RUN_FILES}::test_a_finished_run_is_never_replaced",),
+    ),
+    Sabotage(
+        "missing-ledger-not-noticed",
+        "runs/run_folder.py",
+        "            if file is None:\n                return None\n",
+        "            return None\n",
+        (f"{RUN_FILES}::test_a_deleted_ledger_is_missed",),
+    ),
+    Sabotage(
+        "ledger-of-another-run-reported",
+        "runs/run_folder.py",
+        'if not isinstance(file, dict) or file.get("run") != found.run:',
+        "if False:",
+        (f"{RUN_FILES}::test_the_ledger_of_another_run_is_not_taken_for_this_one",),
+    ),
+    Sabotage(
+        "multiplier-of-the-plan-not-compared",
+        "runs/contradictions.py",
+        "if multiplier is not None and not _equal(multiplier, steps[0].noise_multiplier):",
+        "if False:",
+        (f"{RUN_FILES}::test_a_plan_that_its_events_contradict_is_found_although_every_hash_fits",),
+    ),
+    Sabotage(
+        "unplanned-event-not-noticed",
+        "runs/contradictions.py",
+        "        if event != next(expected, last):\n",
+        "        if False:\n",
+        (f"{RUN_FILES}::test_an_event_that_was_not_planned_is_found",),
+    ),
+    Sabotage(
+        "broken-promise-not-noticed",
+        "app/report.py",
+        "if wrong is None and broken_promise(",
+        "if False and broken_promise(",
+        (f"{RUN_FILES}::test_a_plan_that_its_events_contradict_is_found_although_every_hash_fits",),
+    ),
+    Sabotage(
+        "output-not-tried",
+        "app/cli/__init__.py",
+        "        refuse_unwritable()\n",
+        "",
+        (f"{RUN_FILES}::test_a_stream_that_cannot_be_written_is_refused_before_the_first_step",),
+    ),
+    Sabotage(
+        "closed-streams-left-to-files",
+        "app/cli/__init__.py",
+        "    prepare_streams()\n",
+        "",
+        (f"{RUN_FILES}::test_closed_streams_are_no_place_for_a_ledger",),
+    ),
+    Sabotage(
+        "last-step-not-saved-before-the-last-test",
+        "app/training/loop.py",
+        "if progress.step == run.total:\n",
+        "if False:\n",
+        (f"{RUN_FILES}::test_a_run_that_was_killed_in_its_last_test_has_its_last_step",),
+    ),
+    Sabotage(
+        "names-not-tried",
+        "app/commands/effective_config.py",
+        "            str(value).encode()\n",
+        "            pass\n",
+        (f"{RUN_FILES}::test_a_name_that_is_no_text_is_refused_before_the_first_step",),
+    ),
+    Sabotage(
+        "time-of-steps-in-tensorboard",
+        "app/training/board.py",
+        "walltime=self._opened",
+        "walltime=None",
+        (f"{RUN_FILES}::test_the_time_of_a_step_is_not_in_the_tensorboard_files",),
+    ),
+    Sabotage(
+        "unexpected-message-shown",
+        "app/cli/__init__.py",
+        "if isinstance(error, (OSError, ImportError)) else",
+        "if True else",
+        ("tests/app/test_commands.py::test_an_error_in_the_users_code_says_where",),
     ),
 )

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from clipless.accounting import Ledger, Spent
-from clipless.errors import InvalidArgument
+from clipless.errors import DamagedFile, InvalidArgument
+from clipless.runs.contradictions import broken_promise, contradicted_field
 from clipless.runs.ledger_file import LedgerFile, read_ledger
 from clipless.runs.run_folder import RunFolder
 
@@ -65,12 +66,37 @@ def read_run(path: Path, head: str | None = None) -> RunReport:
     """The run in a folder, which may be named by its `run.json`, or a ledger file. With `head`, the ledger must contain
     everything up to that hash.
 
-    Raises `DamagedFile` for a ledger that is damaged or edited, or shorter than `run.json` says.
+    Raises `DamagedFile` for a ledger that is damaged or edited, missing or shorter than `run.json` says, and for a plan
+    that its events contradict.
     """
     if path.name == "run.json" and path.is_file():
         path = path.parent
-    if not path.is_dir():
-        return RunReport(path, read_ledger(path, head=head, torn=True), {})
+    if path.is_dir():
+        return _consistent(_read_folder(path, head))
+    return _consistent(RunReport(path, read_ledger(path, head=head, torn=True), {}))
+
+
+def _consistent(found: RunReport) -> RunReport:
+    if not found.private:
+        return found
+    try:
+        plan, ledger = found.plan, found.ledger
+        wrong = contradicted_field(plan, ledger)
+        if wrong is None and broken_promise(plan, ledger if found.file is None else found.file.planned):
+            wrong = "epsilon"
+    except (KeyError, TypeError) as error:
+        raise DamagedFile(
+            f"the plan of the run in {found.path} is incomplete. Restore its files from a copy."
+        ) from error
+    if wrong is not None:
+        raise DamagedFile(
+            f"the plan of the run in {found.path} states another {wrong} than its steps have: it was edited. Restore its "
+            "files from a copy; do not trust any epsilon of this one."
+        )
+    return found
+
+
+def _read_folder(path: Path, head: str | None) -> RunReport:
     folder = RunFolder(path)
     file, record = folder.read_ledger(), folder.read_record()
     if file is None and (record is None or "plan" not in record):

@@ -17,6 +17,7 @@ from clipless.accounting.accountants import accountant_named
 from clipless.accounting.events import Event, event_from
 from clipless.accounting.ledger import Ledger, Spent
 from clipless.errors import CliplessError, DamagedFile, InvalidArgument, TornLedger
+from clipless.runs.contradictions import contradicted_header, unplanned_event
 
 FORMAT, VERSION = "clipless-ledger", 1
 
@@ -125,6 +126,9 @@ def parse(path: Path, content: bytes) -> LedgerFile:
         entry = _entry(path, number, _fields(path, number, previous, line))
         entries.append(entry)
         previous = entry.hash
+    wrong = unplanned_event(found.planned, (entry.event for entry in entries))
+    if wrong is not None:
+        raise _damaged(path, wrong, "it records something else than the plan in line 1 says")
     return replace(found, entries=tuple(entries), torn=torn)
 
 
@@ -174,8 +178,11 @@ def _header(path: Path, fields: dict[str, Any]) -> LedgerFile:
         delta = arguments.failure_probability(fields["delta"])
         if not (isinstance(run, str) and isinstance(plan, dict) and len(planned)):
             raise InvalidArgument("a field has the wrong type")
+        wrong = contradicted_header(fields, planned)
     except (CliplessError, KeyError, AttributeError) as error:
         raise _damaged(path, 0, f"it does not say what a first line says ({error})") from error
+    if wrong is not None:
+        raise _damaged(path, 0, f"its plan states another {wrong} than the planned steps have")
     return LedgerFile(path, run, delta, accountant, planned, plan, start=sealed(fields)[1])
 
 

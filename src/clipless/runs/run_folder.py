@@ -47,7 +47,7 @@ class RunFolder:
         """The contents of `run.json`; None if it does not exist."""
         try:
             content = json.loads(self.record.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             raise DamagedFile(
@@ -58,15 +58,29 @@ class RunFolder:
         return content
 
     def read_ledger(self) -> LedgerFile | None:
-        """The ledger, a torn last line included; None if there is none. Raises `DamagedFile` if it is shorter than
-        `run.json` says."""
+        """The ledger, a torn last line included; None if there is none. Raises `DamagedFile` if it is not the one that
+        `run.json` names, or shorter."""
+        file = (self.read_record() or {}).get("ledger_file")
         if not self.ledger.exists():
-            return None
+            if file is None:
+                return None
+            raise DamagedFile(
+                f"{self.ledger} is missing, and {self.record} says that the run has one. Put it back; without it, do not "
+                "trust any epsilon of this run."
+            )
         found = read_ledger(self.ledger, torn=True)
-        file = (self.read_record() or {}).get("ledger_file") or {}
-        if file.get("run") == found.run:
+        if file is not None:
+            if not isinstance(file, dict) or file.get("run") != found.run:
+                raise DamagedFile(
+                    f"{self.ledger} is not the ledger of the run in {self.record}. Put back the files of one run."
+                )
             found.position_of(str(file.get("head")))
         return found
+
+    @property
+    def holds_private_run(self) -> bool:
+        """Whether a private run was begun here, finished or not, whose ledger has to stay."""
+        return self.read_ledger() is not None or self.checkpoint.exists()
 
     @property
     def unfinished(self) -> bool:
@@ -76,19 +90,31 @@ class RunFolder:
         found, file = self.read_ledger(), (self.read_record() or {}).get("ledger_file") or {}
         return found is None or found.run != file.get("run")
 
+    def refuse_private_run(self) -> None:
+        """Raises InvalidArgument if a private run was begun here."""
+        if self.holds_private_run:
+            raise InvalidArgument(
+                f"{self.path} holds a run, and what it spent stays spent: choose another folder (--out)."
+            )
+
     def resumable(self, resume: bool) -> bool:
         """Whether there is a checkpoint to resume from. `resume` says whether the caller wants to resume.
 
-        Raises InvalidArgument for a finished run that should be resumed, and for an unfinished one that should not.
+        Raises InvalidArgument for a finished run that should be resumed, and for any run that should not.
         """
-        unfinished = self.unfinished
-        if resume and self.ledger.exists() and not unfinished:
-            raise InvalidArgument(f"the run in {self.path} is finished: there is nothing to resume.")
-        if unfinished and not resume:
+        if not self.holds_private_run:
+            return False
+        if not self.unfinished:
+            raise InvalidArgument(
+                f"the run in {self.path} is finished: there is nothing to resume."
+                if resume
+                else f"{self.path} holds a finished run, and its ledger has to be kept: choose another folder (--out)."
+            )
+        if not resume:
             raise InvalidArgument(
                 f"{self.path} holds an interrupted run: resume it (--resume), or choose another folder (--out)."
             )
-        return unfinished and self.checkpoint.exists()
+        return self.checkpoint.exists()
 
     def discard_unused_ledger(self, plan: Mapping[str, Any]) -> None:
         """Remove the ledger of a run of this plan that was interrupted before its first checkpoint, hence before its
@@ -128,11 +154,10 @@ class RunFolder:
             raise InvalidArgument(f"cannot write to {self.path} ({error}). Choose another folder.") from error
 
     def keep_earlier(self) -> None:
-        """Rename the files of a finished run, whose ledger may still be needed, to `run.1.json` and so on. The ledger of
-        an unfinished run stays, so that the run can be resumed."""
-        number = 1
-        own = (self.record, self.model, self.config)
-        files = own if self.unfinished else (*own, self.ledger)
+        """Rename the files of a run without privacy to `run.1.json` and so on. Raises InvalidArgument if a private run is
+        here."""
+        self.refuse_private_run()
+        number, files = 1, (self.record, self.model, self.config)
         while any(_numbered(file, number).exists() for file in files):
             number += 1
         for file in files:

@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 import traceback
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Annotated, Any, NamedTuple
 
@@ -18,6 +19,7 @@ from typer.core import TyperGroup
 
 from clipless.app.cli._groups import spread
 from clipless.app.terminal import output
+from clipless.app.terminal.streams import prepare_streams, refuse_unwritable
 from clipless.app.torchrun import rank
 from clipless.errors import CliplessError, DamagedFile, RankFailed
 
@@ -142,34 +144,47 @@ UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__nam
 
 def main() -> None:
     """Run the command line. Whatever is raised becomes a message on stderr and an exit code; --debug shows the traceback."""
+    prepare_streams()
     sys.path.insert(0, os.getcwd())  # as `python -m` does, so that --model finds a module in the current folder
     try:
+        refuse_unwritable()
         sys.exit(app(prog_name="clipless", standalone_mode=False) or 0)
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help page has been shown
             sys.exit(error.exit_code)
-        output.show_error(_with_remedy(error))
+        _show_error(_with_remedy(error))
         sys.exit(error.exit_code)
     except typer.Abort:
         sys.exit(130)
     except CliplessError as error:
         _show_traceback()
         if rank() == 0 or not isinstance(error, RankFailed):  # the first rank tells what failed elsewhere
-            output.show_error(str(error))
+            _show_error(str(error))
         sys.exit(4 if isinstance(error, DamagedFile) else 2)
     except Exception as error:
         _show_traceback()
-        output.show_error(_unexpected(error))
+        _show_error(_unexpected(error))
         sys.exit(1)
 
 
+def _show_error(message: str) -> None:
+    with suppress(OSError):  # the exit code says it too
+        output.show_error(message)
+
+
 def _unexpected(error: Exception) -> str:
+    """What is said of an error that is not ours. Its message is left out where it may quote a record."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk is full ({error}). Make room, and run the command again."
+        return (
+            f"the disk is full ({error}). Make room first. A private run that had begun keeps its ledger: continue it with "
+            "clipless train --resume; what it spent stays spent."
+        )
     where = traceback.extract_tb(error.__traceback__)[-1]
+    message = f": {error}" if isinstance(error, (OSError, ImportError)) else "."
     return (
-        f"{type(error).__name__} in {os.path.basename(where.filename)}, line {where.lineno}: {error}\n"
-        "clipless did not expect this error. Does it come from your own code? --debug shows the traceback."
+        f"{type(error).__name__} in {os.path.basename(where.filename)}, line {where.lineno}{message}\n"
+        "clipless did not expect this error. Does it come from your own code? --debug shows its message, which may hold "
+        "values of records, and the traceback."
     )
 
 

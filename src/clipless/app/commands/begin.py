@@ -44,6 +44,7 @@ class BegunRun:
         folder = files.out or Path("runs") / slug(name, given.model, given.clipping)
         if files.resume and _finished(RunFolder(folder)):
             return RunFolder(folder)
+        RunFolder(folder).resumable(files.resume)  # or raises: a run is there that is not to be resumed
         about = saved_about(folder) if files.resume else None
         if about is not None:
             data, columns = _completed_data(explicit, data, columns, about, folder)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from clipless.app.bench import chart, machine, readme, results, store
@@ -17,6 +16,7 @@ from clipless.app.commands.bench_process import measure_to_file
 from clipless.app.commands.bench_ranks import bench_processes
 from clipless.app.options.bench import MeasurementGroup, ResultsGroup
 from clipless.app.terminal import output
+from clipless.app.terminal.output import Console
 from clipless.arguments import unknown_name
 from clipless.runs.run_folder import RunFolder
 

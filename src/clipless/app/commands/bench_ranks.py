@@ -5,13 +5,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from clipless.app.bench import machine
 from clipless.app.bench.problems import PROBLEMS
 from clipless.app.bench.processes import PAIRS_IN_ONE, Comparison, compare
 from clipless.app.terminal import output
+from clipless.app.terminal.output import Console
 from clipless.app.terminal.progress import PERCENT, progress_bar
 from clipless.arguments import named
 from clipless.runs.durable_files import replace_file

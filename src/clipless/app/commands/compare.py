@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +19,7 @@ from clipless.app.comparing import MAY_DIFFER, Compared
 from clipless.app.options.data import DataGroup
 from clipless.app.settings import TrainingSettings
 from clipless.app.terminal import output
+from clipless.app.terminal.output import Console
 from clipless.app.terminal.progress import PERCENT, progress_bar
 from clipless.app.terminal.signals import stopping
 from clipless.errors import Interrupted, InvalidArgument

@@ -16,6 +16,7 @@ from clipless.app.settings import TrainingSettings
 from clipless.app.terminal import output
 from clipless.app.terminal.progress import training_bar
 from clipless.app.terminal.signals import Stop, stopping
+from clipless.app.terminal.streams import showing_run, unfailing
 from clipless.app.torchrun import process_group, rank
 from clipless.app.training import TASKS, Board, Result, Saving, TrainingProgress, save_run
 from clipless.app.training import train as run_training
@@ -44,14 +45,14 @@ def run(
     result = _trained(begun, saving, files.tensorboard, visible=not as_json)
     if rank() != 0:
         return
-    written = save_run(result, folder, begun.config)
-    notes = [*begun.records.notes, *_notes(settings)]
-    if as_json:
-        output.show_json(_record(result, written, notes))
-    else:
-        output.show_table("Run", _summary(result, written))
-        for note in notes:
-            output.show_note(note)
+    written, notes = RunFolder(folder).record, [*begun.records.notes, *_notes(settings)]
+    with showing_run(folder):
+        if as_json:
+            output.show_json(_record(result, written, notes))
+        else:
+            output.show_table("Run", _summary(result, written))
+            for note in notes:
+                output.show_note(note)
 
 
 def _show_finished(folder: RunFolder, *, as_json: bool) -> None:
@@ -68,6 +69,7 @@ def _show_finished(folder: RunFolder, *, as_json: bool) -> None:
 
 
 def _trained(begun: BegunRun, saving: Saving, board: Path | None, *, visible: bool) -> Result:
+    """Train, and save the run before anything else can fail."""
     records, settings = begun.records, begun.settings
     title = f"{records.name} {settings.model} {settings.clipping}"
     first, metric = rank() == 0, TASKS[records.task].metric
@@ -76,7 +78,11 @@ def _trained(begun: BegunRun, saving: Saving, board: Path | None, *, visible: bo
         bar = stack.enter_context(training_bar(title, visible=first and visible, metric=metric))
         written = stack.enter_context(Board(board, settings, metric)) if board and first else None
         stop = stack.enter_context(stopping())
-        return _until_stopped(records, settings, saving, stop, bar if written is None else _both(bar, written))
+        report = unfailing(bar) if written is None else _both(unfailing(bar), unfailing(written))
+        result = _until_stopped(records, settings, saving, stop, report)
+        if first:
+            save_run(result, begun.folder, begun.config)
+        return result
 
 
 def _until_stopped(
@@ -126,7 +132,7 @@ def _summary(result: Result, written: Path) -> dict[str, str]:
         f"test {result.metric.replace('_', ' ')} (not private)": output.metric_text(result.metric, result.score),
         **(privacy if settings.private else {"epsilon": "none: this run is not private"}),
         "steps": f"{result.steps} in {settings.epochs} {'epoch' if settings.epochs == 1 else 'epochs'}",
-        "time": f"{result.seconds:.1f} s",
+        "time (not private)": f"{result.seconds:.1f} s",
         "written": f"{written}, model.pt, config.toml",
     }
 

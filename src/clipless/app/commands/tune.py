@@ -20,6 +20,7 @@ from clipless.app.options.tuning import ExecutorGroup, SearchGroup, SharedGroup
 from clipless.app.settings import TrainingSettings
 from clipless.app.terminal import output
 from clipless.app.terminal.progress import fraction_bar
+from clipless.app.terminal.streams import showing_run
 from clipless.arguments import large_delta_note
 from clipless.errors import InvalidArgument
 from clipless.runs.run_folder import RunFolder
@@ -85,6 +86,8 @@ class TuneRequest:
 def run(request: TuneRequest, *, dry_run: bool, as_json: bool) -> None:
     """Search, save and show the released run, or the price alone."""
     request.grid()  # refuses before the data is loaded
+    if request.out is not None:
+        RunFolder(request.out).refuse_private_run()
     records = load_data(request.data, **request.columns)
     with _large_delta_told_once():
         search = request.plan(records)
@@ -109,11 +112,13 @@ def run(request: TuneRequest, *, dry_run: bool, as_json: bool) -> None:
             config=request.config(),
         )
     if as_json:
-        output.show_json(_record(tuned, folder))
+        with showing_run(folder):
+            output.show_json(_record(tuned, folder))
         return
-    output.show_table("Tuned", _summary(tuned, folder))
-    for note in _notes(tuned):
-        output.show_note(note)
+    with showing_run(folder):
+        output.show_table("Tuned", _summary(tuned, folder))
+        for note in _notes(tuned):
+            output.show_note(note)
 
 
 @contextmanager

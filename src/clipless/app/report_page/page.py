@@ -38,7 +38,7 @@ def write_page(
     path: Path, runs: Mapping[str, RunReport], delta: float | None = None, accountant: str | None = None
 ) -> Path:
     """Write the page, whole or not at all."""
-    content = page(runs, delta, accountant).encode()
+    content = page(runs, delta, accountant).encode(errors="backslashreplace")  # names of files need not be text
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, lambda file: file.write(content))

@@ -1,18 +1,28 @@
 """Output of the commands: results on stdout, everything else on stderr."""
 
+import errno
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich import console
 from rich.table import Column, Table
 from rich.text import Text
 
 from clipless.rounding import rounded_up
+
+
+class Console(console.Console):
+    """A console that says when nobody reads it any more: rich's own ends the program, and with it a run."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
 
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 

@@ -1,14 +1,13 @@
 """Progress bars on stderr, all with the time elapsed and the time left."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from clipless.app.progress import OnProgress
-from clipless.app.terminal.output import is_quiet, metric_text, short
+from clipless.app.terminal.output import Console, is_quiet, metric_text, short
 
 if TYPE_CHECKING:
     from clipless.app.training import TrainingProgress
@@ -79,4 +78,5 @@ def training_bar(title: str, *, visible: bool, metric: str = "accuracy") -> Iter
         yield TrainingBar(title, bar, metric)
     finally:
         if bar.tasks:
-            bar.stop()
+            with suppress(OSError):  # the run is saved, and goes on to its summary
+                bar.stop()

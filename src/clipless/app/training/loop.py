@@ -23,7 +23,7 @@ from clipless.app.threads import torch_threads
 from clipless.app.training.fitting import refuse_misfit
 from clipless.app.training.own_loss import refuse_unsound_loss
 from clipless.app.training.reliability import reliability_bins
-from clipless.app.training.result import Result
+from clipless.app.training.result import Result, refuse_unstorable
 from clipless.app.training.saving import LoopState, RunSaver, Saving
 from clipless.app.training.settings import base_lr, losses_for, lr_factor, make_optimizer, optimizer_for
 from clipless.app.training.tasks import TASKS, evaluate
@@ -70,6 +70,7 @@ def train(
     step and after every test; what it computes from training records is not private.
     """
     optimizer_for(settings, data)
+    refuse_unstorable(data)
     ranks = _ranks(settings, group)
     model_seed, shuffle_seed, noise_seed = ranks.shared(_seeds(settings.seed))
     report, look = on_progress or (lambda _: None), research or (lambda *_: None)
@@ -99,6 +100,8 @@ def train(
                     optimizer.step()
                     progress = run.stepped(progress)
                     report(progress)
+                    if progress.step == run.total:
+                        saver.save()  # what follows may fail, and must not lose the run
                     if progress.step % (settings.test_every * len(loader)) == 0:
                         progress = run.tested(progress)
                         report(progress)

@@ -1,5 +1,6 @@
 """A finished run, and the files it leaves."""
 
+import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,12 +12,15 @@ import torch
 from torch import nn
 
 from clipless.accounting import ACCOUNTANTS, APPROXIMATION_NOTE
+from clipless.app.data import Data
 from clipless.app.settings import TrainingSettings
 from clipless.errors import InvalidArgument
 from clipless.runs.durable_files import replace_file
+from clipless.runs.ledger_file import read_ledger
 from clipless.runs.run_folder import RunFolder
 
 _TEST_RECORDS = "computed from the test records, which the guarantee does not cover"
+_DURATION = "the time a step takes grows with the batch that was drawn, and no noise hides that"
 SEEDED = {
     "arguments.seed": "whoever knows the seed can subtract the noise: do not publish such a run as private",
 }
@@ -72,7 +76,8 @@ class Result:
     def not_private(self) -> dict[str, str]:
         """What in the record the guarantee does not cover, and why."""
         diagram = {} if self.reliability is None else {"reliability": _TEST_RECORDS}
-        return {f"metrics.test_{self.metric}{end}": _TEST_RECORDS for end in ("", "_per_epoch")} | diagram
+        scores = {f"metrics.test_{self.metric}{end}": _TEST_RECORDS for end in ("", "_per_epoch")}
+        return scores | {"metrics.seconds": _DURATION} | diagram
 
     def record(self) -> dict[str, Any]:
         """The contents of `run.json`."""
@@ -95,18 +100,33 @@ class Result:
         }
 
 
+def refuse_unstorable(data: Data) -> None:
+    """Raises InvalidArgument for a name or a description that run.json cannot hold: better known before training."""
+    try:
+        json.dumps([data.name, data.columns])
+        str(data.name).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"the data set's name or columns cannot be stored in run.json ({type(error).__name__}): give text, numbers, "
+            "lists and dictionaries."
+        ) from None
+
+
 def save_run(result: Result, out: Path, config: str | None = None) -> Path:
     """Write `model.pt` (a state_dict), `config.toml` if there is one, and `run.json`, and return the path of the latter.
 
-    Each file appears whole or not at all. Files of an earlier run in the same folder, whose ledger may still be needed,
-    are kept as `model.1.pt`, `run.1.json` and so on. The checkpoint of this run, which holds a key of the noise, is
-    removed.
+    Each file appears whole or not at all. Files of an earlier run in the same folder
+    without privacy are kept as `model.1.pt`, `run.1.json` and so on; a private one is never replaced. The checkpoint of
+    this run, which holds a key of the noise, is removed. Raises InvalidArgument if a file cannot be written: the
+    checkpoint is there still, so the run can be finished later.
     """
     folder = RunFolder(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if result.ledger_file is None:
             folder.keep_earlier()
+        else:
+            read_ledger(folder.ledger, head=result.ledger_file["head"], torn=True)
         replace_file(folder.model, lambda file: torch.save(result.model.state_dict(), file))
         if config is not None:
             replace_file(folder.config, lambda file: file.write(config.encode()))
@@ -114,5 +134,11 @@ def save_run(result: Result, out: Path, config: str | None = None) -> Path:
         if result.ledger_file is not None:
             folder.checkpoint.unlink(missing_ok=True)
     except OSError as error:
-        raise InvalidArgument(f"cannot write to {out} ({error}). Choose another folder.") from error
+        remedy = "Choose another folder."
+        if folder.checkpoint.exists():
+            remedy = (
+                "Nothing is lost. Once it can be written, this finishes the run without another step:  clipless train "
+            )
+            remedy += f"--resume --out {out}"
+        raise InvalidArgument(f"cannot write to {out} ({error}). {remedy}") from error
     return folder.record

@@ -81,7 +81,7 @@ class RunSaver:
             else:
                 self._private.save_to(folder.ledger)
                 self._began = self._ranks.rank == 0
-                self._save()
+                self.save()
         self._stop_if_asked(self._asked(due=True)[1], saved=True)
         return self._state
 
@@ -89,7 +89,7 @@ class RunSaver:
         """Save at the end of an epoch or if it is time, and stop if asked to."""
         due, stop = self._asked(self._saving is not None and time.monotonic() - self._saved >= self._saving.every)
         if epoch_ended or due:
-            self._save()
+            self.save()
         self._stop_if_asked(stop, saved=epoch_ended or due)
 
     def abandon(self) -> None:
@@ -131,9 +131,10 @@ class RunSaver:
         self._state = LoopState(**extra["loop"])
         self._about = extra["about"]
         if self._saving.reseed:
-            self._save()  # or the new keys would be lost with the next interruption
+            self.save()  # or the new keys would be lost with the next interruption
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write a checkpoint."""
         if self._saving and self._private:
             loop = asdict(self._state) | {"seconds": self.seconds()}
             checkpoint = RunFolder(self._saving.out).checkpoint
@@ -146,7 +147,7 @@ class RunSaver:
         if not (self._saving and self._private):
             raise Interrupted("stopped. Only private runs are saved as they go, so this one has to start again.")
         if not saved:
-            self._save()
+            self.save()
         raise Interrupted(
             f"stopped after step {self._private.steps_taken} of {self._private.plan.steps}, and saved. To continue:  "
             f"clipless train --resume --out {self._saving.out}"

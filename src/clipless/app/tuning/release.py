@@ -20,7 +20,7 @@ from clipless.app.tuning.execution import best, outcomes
 from clipless.app.tuning.pools import InProcess, Pool
 from clipless.app.tuning.search import Search
 from clipless.app.tuning.worker import Outcome, Task
-from clipless.errors import CliplessError, InvalidArgument, Misuse
+from clipless.errors import CliplessError, Misuse
 from clipless.noise import chosen_noise
 from clipless.runs.journal import Journal
 from clipless.runs.run_folder import RunFolder
@@ -102,10 +102,6 @@ def _refuse_seed(search: Search, seed: int | None) -> None:
 def _record_search(folder: RunFolder, search: Search, ledger: Ledger) -> dict[str, Any]:
     """Put the search's event on disk; returns the ledger's run, position and head."""
     folder.check_writable()
-    if folder.unfinished:
-        raise InvalidArgument(
-            f"{folder.path} holds an interrupted run, and what it spent stays spent: choose another folder (--out)."
-        )
     folder.keep_earlier()
     delta, accountant = search.price.delta, search.price.accountant
     journal = Journal.create(folder.ledger, delta, accountant, planned=ledger, plan=search.plan(), past=ledger)
