@@ -2,7 +2,8 @@
 
 from sabotage_lists.one import Sabotage
 
-RESULT, REPORT = "app/training/result.py", "app/report.py"
+TRAINING_CODE = "app/training"
+RESULT, REPORT = f"{TRAINING_CODE}/result.py", "app/report.py"
 TRAINING, CLI, SECRETS = "tests/app/test_training.py", "tests/app/test_cli.py", "tests/test_secrets.py"
 RUN_FILES = "tests/app/test_run_files.py"
 
@@ -205,9 +206,9 @@ SABOTAGES = (
     ),
     Sabotage(
         "last-step-not-saved-before-the-last-test",
-        "app/training/loop.py",
-        "if progress.step == run.total:\n",
-        "if False:\n",
+        f"{TRAINING_CODE}/saving.py",
+        "        if last:\n",
+        "        if False:\n",
         (f"{RUN_FILES}::test_a_run_that_was_killed_in_its_last_test_has_its_last_step",),
     ),
     Sabotage(

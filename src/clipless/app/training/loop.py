@@ -69,8 +69,7 @@ def train(
     ranks the first one writes, and if one is asked to stop, all do. `research` is called with the model before the first
     step and after every test; what it computes from training records is not private.
     """
-    optimizer_for(settings, data)
-    refuse_unstorable(data)
+    _refuse_unusable(settings, data)
     ranks = _ranks(settings, group)
     model_seed, shuffle_seed, noise_seed = ranks.shared(_seeds(settings.seed))
     report, look = on_progress or (lambda _: None), research or (lambda *_: None)
@@ -100,8 +99,7 @@ def train(
                     optimizer.step()
                     progress = run.stepped(progress)
                     report(progress)
-                    if progress.step == run.total:
-                        saver.save()  # what follows may fail, and must not lose the run
+                    saver.before_test(last=progress.step == run.total)
                     if progress.step % (settings.test_every * len(loader)) == 0:
                         progress = run.tested(progress)
                         report(progress)
@@ -194,6 +192,11 @@ def _result(run: "_Run", steps: int, seconds: float, spent: Spent | None) -> Res
         reliability=reliability_bins(run.model, run.data.test) if run.data.task == "classes" else None,
         columns=run.data.columns,
     )
+
+
+def _refuse_unusable(settings: TrainingSettings, data: Data) -> None:
+    optimizer_for(settings, data)
+    refuse_unstorable(data)
 
 
 def _ranks(settings: TrainingSettings, group: bool | None) -> Alone | Ranks:

@@ -85,6 +85,11 @@ class RunSaver:
         self._stop_if_asked(self._asked(due=True)[1], saved=True)
         return self._state
 
+    def before_test(self, last: bool) -> None:
+        """Save after the last step: what follows may fail, and must not lose the run."""
+        if last:
+            self.save()
+
     def after_step(self, epoch_ended: bool) -> None:
         """Save at the end of an epoch or if it is time, and stop if asked to."""
         due, stop = self._asked(self._saving is not None and time.monotonic() - self._saved >= self._saving.every)
