@@ -70,7 +70,7 @@ def test_new_rows_are_encoded_as_in_training(tmp_path: Path) -> None:
     rows = zip(*(table.columns.get(name, ["?"] * len(table)) for name in names), strict=True)
     new = write(tmp_path, "\n".join([",".join(names), *map(",".join, rows)]) + "\n", "new.csv")
     assert torch.equal(load_features(new, stored), data.test.tensors[0])
-    with pytest.raises(InvalidArgument, match=r"new\.csv has none named 'aged': did you mean 'age'\?"):
+    with pytest.raises(InvalidArgument, match=r"new\.csv has no column 'aged': did you mean 'age'\?"):
         load_features(new, stored | {"features": ["aged"]})
 
 
@@ -178,10 +178,10 @@ def table(text: str, **stated: Any) -> Callable[[Path], tuple[Path, OwnData]]:
 
 SECRET = "77.123secret"
 BAD: dict[str, tuple[Callable[[Path], tuple[Path, OwnData]], str]] = {
-    "no target": (table("a,y\n1,0\n2,1\n", target=()), "Give --target, one of: a, y"),
-    "wrong target": (table("a,income\n1,0\n2,1\n", target=("incme",)), "did you mean 'income'"),
+    "no target": (table("a,y\n1,0\n2,1\n", target=()), "which of the 2 columns of .* Give --target NAME"),
+    "wrong target": (table("a,income\n1,0\n2,1\n", target=("incme",)), "did you mean column 2"),
     "target twice": (table("a,y\n1,0\n2,1\n", target=("y", "y"), classes=None), "given twice"),
-    "wrong column": (table("age,y\n1,0\n2,1\n", columns={"agee": {"low": 0, "high": 1}}), "did you mean 'age'"),
+    "wrong column": (table("age,y\n1,0\n2,1\n", columns={"agee": {"low": 0, "high": 1}}), "did you mean column 1"),
     "wrong key": (table("age,y\n1,0\n2,1\n", columns={"age": {"lo": 0, "high": 1}}), "did you mean 'low'"),
     "half a range": (table("age,y\n1,0\n2,1\n", columns={"age": {"low": 0}}), "lacks high"),
     "two rules": (
@@ -207,16 +207,49 @@ BAD: dict[str, tuple[Callable[[Path], tuple[Path, OwnData]], str]] = {
         "line 2 of .*the target 'y', is none of the 2 classes",
     ),
     "missing target": (table("a,y\n1,\n" + "2,1\n" * 30), "line 2 of .*the target 'y', is none of the 2"),
-    "missing": (table("a,y\n,0\nNaN,1\n" + "2,1\n" * 30), r"column 'a' of .* has missing values. State .*columns\.a\]"),
-    "text": (table(f"a,y\n1,0\n{SECRET},0\n" + "2,1\n" * 30), "line 3 of .*column 'a', is not a number. Correct it"),
+    "missing": (
+        table("a,y\n,0\nNaN,1\n" + "2,1\n" * 30),
+        r"column 1 of .* has missing values. State .*columns\.NAME\]",
+    ),
+    "missing in a stated column": (
+        table("a,y\n,0\nNaN,1\n" + "2,1\n" * 30, columns={"a": {"low": 0, "high": 1}}),
+        r"column 'a' of .* has missing values. State .*columns\.a\]",
+    ),
+    "text": (table(f"a,y\n1,0\n{SECRET},0\n" + "2,1\n" * 30), "line 3 of .*column 1, is not a number. Correct it"),
+    "text in a stated column": (
+        table(f"a,y\n1,0\n{SECRET},0\n" + "2,1\n" * 30, columns={"a": {"low": 0, "high": 1}}),
+        "line 3 of .*column 'a', is not a number. Correct it",
+    ),
     "date": (table("a,y\n2020-01-31,0\n" + "2,1\n" * 30), "is not a number but a date"),
     "decimal comma": (table("a;y\n1,5;0\n" + "2;1\n" * 30), "write decimals with a point"),
     "infinity": (table("a,y\ninf,0\n" + "2,1\n" * 30), "line 2 of .*is not a number"),
     "beyond float32": (table("a,y\n1e39,0\n" + "2,1\n" * 30), "line 2 of .*is not a number"),
     "huge integer": (table("a,y\n" + "9" * 400 + ",0\n" + "2,1\n" * 30), "line 2 of .*is not a number"),
-    "two columns": (table("a,a,y\n1,2,0\n"), "two columns 'a'"),
+    "two columns": (table("a,a,y\n1,2,0\n"), "columns 1 and 2 of .* have the same name"),
     "no name": (table(",a,y\n0,1,0\n"), r"column 1 of .* has no name.*index=False"),
-    "no header": (table("1,2,0\n3,4,1\n"), "has no header"),
+    "no header": (table("1,2,0\n3,4,1\n"), "looks like a record.* as column 1 shows"),
+    "number in the header": (table(f"{SECRET},7,y\n" + "1,2,0\n" * 30), "looks like a record.* as column 2 shows"),
+    "date in the header": (table(f"{SECRET},2026-01-31,y\n" + "1,2,0\n" * 30), "looks like a record.* as column 2"),
+    "missing value in the header": (table(f"{SECRET},NA,y\n" + "1,2,0\n" * 30), "looks like a record.* as column 2"),
+    "yes in the header": (table(f"{SECRET},Yes,y\n" + "1,2,0\n" * 30), "looks like a record.* as column 2 shows"),
+    "value in the header": (table(f"{SECRET},b,y\n" + "1,b,0\n2,c,1\n" * 30), "looks like a record.* as column 2 shows"),
+    "record as the header": (
+        table(f"{SECRET},b,y\n" + "x,c,0\n" * 30, columns={"y": {"low": 0, "high": 1}}, classes=None),
+        "line 2 of .*column 1, is not a number",
+    ),
+    "record as the header, no target": (table(f"{SECRET},b\n" + "x,c\n" * 30, target=()), "which of the 2 columns"),
+    "record as the header, wrong target": (
+        table(f"{SECRET},b\n" + "x,c\n" * 30, target=(SECRET[:-1],)),
+        "did you mean column 1",
+    ),
+    "record twice in the header": (table(f"{SECRET},{SECRET},y\n" + "x,c,0\n" * 30), "columns 1 and 2 of .*same name"),
+    "record as the header of tests": (
+        lambda p: (
+            write(p, "a,y\n1,0\n"),
+            OwnData(**{**vars(SIMPLE), "test": str(write(p, f"{SECRET},y\nx,0\n", "u.csv"))}),
+        ),
+        "u.csv lacks column 1 of .*t.csv",
+    ),
     "empty": (table(""), "is empty"),
     "blank": (table("\n\n \n"), "no rows|is empty"),
     "header only": (table("a,y\n"), "has no rows"),
@@ -253,7 +286,7 @@ BAD: dict[str, tuple[Callable[[Path], tuple[Path, OwnData]], str]] = {
     ),
     "test without a column": (
         lambda p: (write(p, "a,y\n1,0\n"), OwnData(**{**vars(SIMPLE), "test": str(write(p, "b,y\n1,0\n", "u.csv"))})),
-        "u.csv has none named 'a'",
+        "u.csv lacks column 1 of .*t.csv",
     ),
     "latin-1": (lambda p: (write(p, "a,y\n\xe9,0\n".encode("latin-1")), SIMPLE), "not UTF-8.*iconv"),
     "utf-16": (lambda p: (write(p, "a,y\n1,0\n".encode("utf-16")), SIMPLE), "not UTF-8.*iconv -f UTF-16"),
@@ -261,7 +294,7 @@ BAD: dict[str, tuple[Callable[[Path], tuple[Path, OwnData]], str]] = {
     "not parquet": (lambda p: (write(p, b"hello", "t.parquet"), SIMPLE), "cannot be read as Parquet"),
     "parquet lists": (
         lambda p: (to_parquet(p, "t.parquet", note=[[1]] * 60), STATED),
-        "column 'note' of .* is of type list<.*--drop",
+        "column 5 of .* is of type list<.*without that",
     ),
     "target of digits": (lambda p: (Path("digits"), SIMPLE), "--target is for tables"),
 }
@@ -275,6 +308,22 @@ def test_a_bad_table_is_refused_with_the_remedy_and_without_its_contents(tmp_pat
         load(path, own=stated)
     assert SECRET not in str(refused.value)
     assert "30" not in str(refused.value).replace(str(tmp_path), "")  # how many rows have the fault, or do not
+
+
+def test_names_that_the_user_states_may_look_like_values(tmp_path: Path) -> None:
+    """Columns of pixels, or of years: whoever names them in a schema knows them."""
+    path = write(tmp_path, "2019,2020,y\n" + "".join(f"{i},{i % 7},{i % 2}\n" for i in range(60)))
+    columns = {"2019": {"low": 0, "high": 60}, "2020": {"low": 0, "high": 7}}
+    assert load(path, own=OwnData(target=("y",), classes="2", columns=columns)).shape == (2,)
+    assert load(path, own=OwnData(target=("y",), classes="2", columns=columns, drop=("2020",))).shape == (1,)
+    with pytest.raises(InvalidArgument, match="as column 2 shows"):
+        load(path, own=OwnData(target=("y",), classes="2", columns={"2019": columns["2019"]}))
+
+
+def test_names_in_parquet_are_no_records(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    parquet.write_table(pyarrow.table({"0": range(60), "y": [i % 2 for i in range(60)]}), path)
+    assert load(path, own=OwnData(target=("y",), classes="2")).shape == (1,)
 
 
 def test_a_schema_made_from_the_table_itself_is_refused(tmp_path: Path) -> None:

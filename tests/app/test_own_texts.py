@@ -124,7 +124,7 @@ def test_new_rows_are_encoded_as_in_training(tmp_path: Path, columns: dict[str, 
         ({"review": {"word_counts": 8, "tokens": 8}}, "word_counts and tokens, which contradict each other"),
         ({"review": {"word_count": 8}}, "did you mean 'word_counts'"),
         ({"liked": {"word_counts": 8}}, "the target 'liked' is a text: list its categories"),
-        ({}, "line 2 of .*column 'review', is not a number.*word_counts = 256 for a text"),
+        ({}, "line 2 of .*column 2, is not a number.*word_counts = 256 for a text"),
     ],
     ids=str,
 )

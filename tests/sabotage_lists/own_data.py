@@ -71,6 +71,27 @@ SABOTAGES = (
         (TABLES,),
     ),
     Sabotage(
+        "name-of-a-column-shown-in-an-error",
+        f"{OWN}/reading.py",
+        'return f"column {name!r}" if name in self.stated else f"column {1 + list(self.columns).index(name)}"',
+        'return f"column {name!r}"',
+        (TABLES,),
+    ),
+    Sabotage(
+        "record-taken-for-a-header",
+        f"{OWN}/reading.py",
+        "        if name not in stated and (is_cell(name) or name in cells):\n",
+        "        if name not in stated and name in cells:\n",
+        (TABLES,),
+    ),
+    Sabotage(
+        "value-taken-for-the-name-of-its-column",
+        f"{OWN}/reading.py",
+        "        if name not in stated and (is_cell(name) or name in cells):\n",
+        "        if name not in stated and is_cell(name):\n",
+        (TABLES,),
+    ),
+    Sabotage(
         "schema-of-the-table-itself-taken",
         f"{OWN}/loading.py",
         "if stated.made_from == table.digest:",

@@ -8,7 +8,6 @@ from clipless.app.data.own.public_schema import public_schema
 from clipless.app.data.own.reading import read
 from clipless.app.terminal import output
 from clipless.app.toml_text import toml_text
-from clipless.arguments import unknown_name
 
 WARNING = (
     "Everything in a schema is computed from the rows of its table, without privacy: make it from a public table only. "
@@ -18,10 +17,10 @@ WARNING = (
 
 def run(table: Path, target: list[str], *, as_json: bool) -> None:
     """Print the schema of a table."""
-    found = read(table)
+    found = read(table, target)
     for name in target:
         if name not in found.columns:
-            raise unknown_name(f"target (not in {table})", name, found.columns)
+            raise found.unknown_column("target", name)
     made = public_schema(found, target)
     if as_json:
         rules = {name: {key: _plain(one) for key, one in rule.items()} for name, rule in made["columns"].items()}

@@ -10,7 +10,7 @@ import numpy as np
 
 from clipless.app.data.dataset import Array, Data, make_data, make_targets, make_texts
 from clipless.app.data.own.choice import OwnData
-from clipless.app.data.own.reading import TABLE_ENDS, Table, read
+from clipless.app.data.own.reading import TABLE_ENDS, YES_OR_NO, Table, read
 from clipless.app.data.own.rules import (
     AS_IT_IS,
     CategoryColumn,
@@ -22,10 +22,8 @@ from clipless.app.data.own.rules import (
 )
 from clipless.app.data.own.splitting import test_rows
 from clipless.app.data.own.texts import TokensColumn, WordCountsColumn
-from clipless.arguments import unknown_name
 from clipless.errors import InvalidArgument
 
-YES_OR_NO = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "no": 0.0, "yes": 1.0}
 NOT_SCALED = (
     "{columns}: used as numbers, as they are. Columns of different sizes train badly; state ranges that are known without "
     "the records in --schema (low, high)."
@@ -38,7 +36,7 @@ def load_table(path: Path, stated: OwnData) -> Data:
     The test records are those of `stated.test`, or about a fifth of the rows (`splitting`). Raises InvalidArgument, with
     the column, for whatever has no public rule.
     """
-    table = read(path)
+    table = read(path, _named(stated))
     _refuse_own_schema(table, stated)
     rules = _rules(table, stated)
     task = _task(table, stated, rules)
@@ -63,6 +61,11 @@ def load_table(path: Path, stated: OwnData) -> Data:
     return replace(made, columns=columns, notes=notes)
 
 
+def _named(stated: OwnData) -> tuple[str, ...]:
+    """The columns that the user has named."""
+    return (*stated.target, *stated.drop, *stated.columns)
+
+
 def _refuse_own_schema(table: Table, stated: OwnData) -> None:
     if stated.made_from == table.digest:
         raise InvalidArgument(
@@ -76,12 +79,13 @@ def _rules(table: Table, stated: OwnData) -> dict[str, ColumnRule]:
     """The rule of every column. Raises for a stated name that the table does not have, with the nearest one."""
     if not stated.target:
         raise InvalidArgument(
-            f"which column of {table.path} is to be predicted? Give --target, one of: {', '.join(table.columns)}."
+            f"which of the {len(table.columns)} columns of {table.path} is to be predicted? Give --target NAME, as in its "
+            "first line."
         )
     for kind, names in (("target", stated.target), ("dropped column", stated.drop), ("column", stated.columns)):
         for name in names:
             if name not in table.columns:
-                raise unknown_name(f"{kind} (not in {table.path})", name, table.columns)
+                raise table.unknown_column(kind, name)
     if len(set(stated.target)) < len(stated.target):
         raise InvalidArgument("a target is given twice: give each once.")
     rules = dict.fromkeys(table.columns, AS_IT_IS) | {
@@ -145,10 +149,12 @@ def _parts(
             )
         x, y = _encoded(table, stated, rules, features, task)
         return [(x[~test], y[~test]), (x[test], y[test])]
-    other = read(Path(stated.test).expanduser())
+    other = read(Path(stated.test).expanduser(), _named(stated))
     for name in (*features, *stated.target):
         if name not in other.columns:
-            raise unknown_name(f"column: {other.path} has none named", name, other.columns)
+            raise InvalidArgument(
+                f"{other.path} lacks {table.label(name)} of {table.path}: give both the same columns."
+            )
     return [_encoded(one, stated, rules, features, task) for one in (table, other)]
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from clipless.app.data.own.reading import read
 from clipless.app.data.own.rules import AS_IT_IS, as_date, encode, rule_of
-from clipless.arguments import unknown_name
 
 MAY_BE_DATES = ("low", "high", "missing")
 
@@ -22,11 +21,11 @@ def load_features(path: str | Path, columns: Mapping[str, Any]) -> Tensor:
     The file needs the columns that the model was trained on, and may have others. Raises InvalidArgument for a missing
     column, and for cells that training would have refused.
     """
-    table = read(Path(path).expanduser())
+    stated = columns["rules"]
+    table = read(Path(path).expanduser(), (*columns["features"], *columns["target"], *stated))
     for name in columns["features"]:
         if name not in table.columns:
-            raise unknown_name(f"column: {path} has none named", name, table.columns)
-    stated = columns["rules"]
+            raise table.unknown_column("column", name)
     rules = {
         name: rule_of(name, _with_dates(stated[name])) if name in stated else AS_IT_IS for name in columns["features"]
     }

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from clipless.app.data.own.reading import Table
-from clipless.app.data.own.rules import MISSING, as_date, as_number
+from clipless.app.data.own.reading import MISSING, Table
+from clipless.app.data.own.rules import as_date, as_number
 from clipless.app.data.own.texts import words
 
 MOST_CATEGORIES, MOST_CLASSES = 50, 20

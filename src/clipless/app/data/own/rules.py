@@ -22,12 +22,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from clipless.app.data.dataset import Array
-from clipless.app.data.own.reading import Table
+from clipless.app.data.own.reading import MISSING, Table
 from clipless.app.data.own.texts import TokensColumn, WordCountsColumn
 from clipless.arguments import unknown_name
 from clipless.errors import InvalidArgument
 
-MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})  # in any case
 LARGEST = float(np.finfo(np.float32).max)
 KINDS = (("low", "high"), ("centre", "scale"), ("categories",), ("word_counts",), ("tokens",), ("use",))
 KEYS = (*(key for kind in KINDS for key in kind), "missing")
@@ -64,17 +63,18 @@ class NumberColumn:
     def _value(self, table: Table, name: str, row: int, text: str) -> float:
         if text.lower() in MISSING:
             if self.missing is None:
+                shown = _shown(table, name)
                 raise InvalidArgument(
-                    f"column {name!r} of {table.path} has missing values. State a value to use instead (missing = ... in "
-                    f"[columns.{_key(name)}]), leave the column out (--drop {name!r}), or remove such rows yourself."
+                    f"{table.label(name)} of {table.path} has missing values. State a value to use instead (missing = ... "
+                    f"in [columns.{shown}]), leave the column out (--drop {shown}), or remove such rows yourself."
                 )
             return self.missing
         value = _day(text) if self.dates else as_number(text)
         if value is None or abs(value) > LARGEST:
             kind = "date (such as 2026-01-31)" if self.dates else "number"
             raise InvalidArgument(
-                f"{table.place(row)}, column {name!r}, is not a {kind}{_hint(text)}. Correct it, state the column's rule "
-                f"in --schema ({EXAMPLES}), or leave it out: --drop {name!r}."
+                f"{table.place(row)}, {table.label(name)}, is not a {kind}{_hint(text)}. Correct it, state the column's "
+                f"rule in --schema ({EXAMPLES}), or leave it out: --drop {_shown(table, name)}."
             )
         return value
 
@@ -230,6 +230,11 @@ def _hint(text: str) -> str:
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value).strip()
+
+
+def _shown(table: Table, name: str) -> str:
+    """The name in a remedy, if it may be shown."""
+    return _key(name) if name in table.stated else "NAME"
 
 
 def _key(name: str) -> str:
