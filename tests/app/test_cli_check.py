@@ -57,6 +57,19 @@ def test_an_unsound_model_exits_1_with_the_remedy(folder: Path, capsys: pytest.C
     assert "clipless.replace_batchnorm(model)" in done.stdout
 
 
+def test_no_record_is_looked_at(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures of the report are not noised: they are those of made-up records."""
+    (folder / "guarded.py").write_text(
+        "from dataclasses import replace\nfrom torch.utils.data import TensorDataset\n"
+        "from clipless.app.data import load as named\n"
+        "class Guarded(TensorDataset):\n    def __getitem__(self, index): raise AssertionError('a record was taken')\n"
+        "def load():\n    data = named('digits')\n    return replace(data, train=Guarded(*data.train.tensors))\n"
+    )
+    done = run_main(["check", "--model", "linear", "--data", "guarded:load"], folder, capsys)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("sound\n")
+
+
 def test_json_is_all_of_stdout(folder: Path) -> None:
     done = check(folder, "--model", "mine:normalised", "--json")
     assert (done.returncode, done.stderr) == (1, "")

@@ -232,7 +232,10 @@ BAD: dict[str, tuple[Callable[[Path], tuple[Path, OwnData]], str]] = {
     "date in the header": (table(f"{SECRET},2026-01-31,y\n" + "1,2,0\n" * 30), "looks like a record.* as column 2"),
     "missing value in the header": (table(f"{SECRET},NA,y\n" + "1,2,0\n" * 30), "looks like a record.* as column 2"),
     "yes in the header": (table(f"{SECRET},Yes,y\n" + "1,2,0\n" * 30), "looks like a record.* as column 2 shows"),
-    "value in the header": (table(f"{SECRET},b,y\n" + "1,b,0\n2,c,1\n" * 30), "looks like a record.* as column 2 shows"),
+    "value in the header": (
+        table(f"{SECRET},b,y\n" + "1,b,0\n2,c,1\n" * 30),
+        "looks like a record.* as column 2 shows",
+    ),
     "record as the header": (
         table(f"{SECRET},b,y\n" + "x,c,0\n" * 30, columns={"y": {"low": 0, "high": 1}}, classes=None),
         "line 2 of .*column 1, is not a number",

@@ -293,7 +293,7 @@ SABOTAGES = (
     Sabotage(
         "failure-of-one-rank-not-told",
         RANKS,
-        '            self._exchanged(what, f"{type(failure).__name__}: {failure}")\n            raise\n',
+        '            self._exchanged(what, f"{type(failure).__name__}{message}")\n            raise\n',
         "            self._exchanged(what)\n            raise\n",
         (f"{PARALLEL}::test_a_rank_that_cannot_step_stops_all_and_all_can_go_on", PARALLEL),
     ),

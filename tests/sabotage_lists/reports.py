@@ -5,7 +5,7 @@ from sabotage_lists.one import Sabotage
 TRAINING_CODE = "app/training"
 RESULT, REPORT = f"{TRAINING_CODE}/result.py", "app/report.py"
 TRAINING, CLI, SECRETS = "tests/app/test_training.py", "tests/app/test_cli.py", "tests/test_secrets.py"
-RUN_FILES = "tests/app/test_run_files.py"
+RUN_FILES, VALUES = "tests/app/test_run_files.py", "tests/app/test_private_values.py"
 
 SABOTAGES = (
     Sabotage(
@@ -109,7 +109,7 @@ SABOTAGES = (
     Sabotage(
         "unfinished-run-overwritten",
         "runs/run_folder.py",
-        "        if unfinished and not resume:\n",
+        "        if not resume:\n",
         "        if False:\n",
         ("tests/runs/test_resume.py::test_an_unfinished_run_is_not_overwritten",),
     ),
@@ -231,5 +231,47 @@ SABOTAGES = (
         "if isinstance(error, (OSError, ImportError)) else",
         "if True else",
         ("tests/app/test_commands.py::test_an_error_in_the_users_code_says_where",),
+    ),
+    Sabotage(
+        "label-in-a-message",
+        "app/data/dataset.py",
+        "is out of range: it is none of {known}.",
+        "is out of range: {int(labels.max())} is none of {known}.",
+        (VALUES,),
+    ),
+    Sabotage(
+        "cell-in-a-message",
+        "app/data/tables.py",
+        'raise InvalidArgument(f"adult: a number is missing. {ADULT.remedy}") from None',
+        "raise InvalidArgument(f\"adult: {rows[0]['age']} is no number. {ADULT.remedy}\") from None",
+        (VALUES,),
+    ),
+    Sabotage(
+        "key-of-a-function-in-a-message",
+        "app/data/own/functions.py",
+        'raise InvalidArgument(f"{name} returned a key that is',
+        'raise InvalidArgument(f"{name} returned {key}, which is',
+        (VALUES,),
+    ),
+    Sabotage(
+        "size-of-a-batch-in-a-message",
+        "gradients/capture/patterns.py",
+        "{_without_numbers(self._trouble)}",
+        "{self._trouble}",
+        (VALUES,),
+    ),
+    Sabotage(
+        "check-of-records",
+        "app/commands/check.py",
+        "batch = made_up(records, preflight.MOST_RECORDS)",
+        "batch = records.train[: preflight.MOST_RECORDS]",
+        ("tests/app/test_cli_check.py::test_no_record_is_looked_at",),
+    ),
+    Sabotage(
+        "foreign-message-told-to-other-ranks",
+        "distributed/ranks.py",
+        'if isinstance(failure, (CliplessError, OSError)) else ""',
+        'if True else ""',
+        (VALUES,),
     ),
 )

@@ -20,8 +20,9 @@ def import_callable(path: str, kind: str, form: str) -> Callable[..., Any]:
     try:
         found = importlib.import_module(module)
     except (ImportError, ValueError) as error:
+        why = error if isinstance(error, ImportError) else type(error).__name__  # what it says may quote a record
         raise InvalidArgument(
-            f"cannot import the {kind} {path!r} ({error}). Name a callable {form} as 'package.module:function'; modules of "
+            f"cannot import the {kind} {path!r} ({why}). Name a callable {form} as 'package.module:function'; modules of "
             "the current folder are found."
         ) from error
     try:

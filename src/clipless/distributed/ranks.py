@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clipless.errors import InvalidArgument, RankFailed
+from clipless.errors import CliplessError, InvalidArgument, RankFailed
 
 T = TypeVar("T")
 Arrived = Callable[[Sequence[int]], None]
@@ -124,7 +124,9 @@ class Ranks:
         except RankFailed:
             raise  # from an agreement inside, on every rank
         except Exception as failure:
-            self._exchanged(what, f"{type(failure).__name__}: {failure}")
+            # What an error that is not ours says may quote a record.
+            message = f": {failure}" if isinstance(failure, (CliplessError, OSError)) else ""
+            self._exchanged(what, f"{type(failure).__name__}{message}")
             raise
         told.by_all = self._exchanged(what, value=told.own)
 

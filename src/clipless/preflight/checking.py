@@ -183,8 +183,8 @@ def _problems(report: CheckReport, refusal: str | None) -> Iterator[str]:
         )
     if report.remove_one_record is False:
         yield (
-            f"removing one record moves the clipped sum by {report.largest_change:.4g}, more than the sensitivity "
-            f"{report.sensitivity:.4g}: the model or the loss mixes records."
+            f"removing one record moves the clipped sum by more than the sensitivity, {report.sensitivity:.4g}: the model "
+            "or the loss mixes records."
         )
 
 

@@ -54,5 +54,7 @@ def _labels(values: Any, probabilities: Any) -> Labels:
         raise InvalidType(f"labels must be whole numbers, got {found.dtype}: for one-hot labels take argmax(1).")
     classes = shape[1] if len(shape) == 2 else 2
     if found.min() < 0 or found.max() >= classes:
-        raise InvalidArgument(f"labels must lie in 0 … {classes - 1}, got {found.min()} … {found.max()}.")
+        raise InvalidArgument(
+            f"labels must lie in 0 … {classes - 1}: correct them, or give the probabilities of all classes."
+        )
     return found.astype(np.int64)

@@ -55,7 +55,7 @@ COMMANDS = {
         "clipless budget --epsilon 3 --dataset-size 60000 --batch-size 2048 --epochs 40 --delta 1e-5",
     ),
     "check": CommandEntry(
-        "How each parameter is handled, and whether the model keeps the promise, on the first records of a data set.",
+        "How each parameter is handled, and whether the model keeps the promise, on made-up records.",
         "clipless check --model cnn --data digits --clipping auto-s",
     ),
     "audit": CommandEntry(

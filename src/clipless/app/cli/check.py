@@ -1,4 +1,4 @@
-"""`clipless check`: the report of `clipless.check` on the first records of a data set."""
+"""`clipless check`: the report of `clipless.check` on made-up records."""
 
 import typer
 
@@ -17,7 +17,7 @@ def check(
     clipping: ClippingOption = "auto-s",
     as_json: JsonOption = False,
 ) -> None:
-    """How each parameter is handled, and whether the model keeps the promise, on the first records of a data set.
+    """How each parameter is handled, and whether the model keeps the promise, on made-up records.
 
     The loss is that of `clipless train`, or --loss, one for each record. Exit code 0: sound, 1: unsound. The report is
     computed from the records and is not private.

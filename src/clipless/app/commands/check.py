@@ -12,6 +12,7 @@ from clipless.app.options.data import DataGroup
 from clipless.app.settings import TrainingSettings
 from clipless.app.terminal import output
 from clipless.app.training.fitting import refuse_misfit
+from clipless.app.training.own_loss import made_up
 from clipless.app.training.settings import losses_for
 
 
@@ -23,7 +24,7 @@ def run(
     records = load_data(data, **columns)
     losses = losses_for(TrainingSettings(loss=loss), records)
     subject = models.build(model, records.shape, records.classes, records.vocabulary)
-    batch = records.train[: preflight.MOST_RECORDS]
+    batch = made_up(records, preflight.MOST_RECORDS)  # the figures that are shown are those of single records
     refuse_misfit(subject, model, records, losses, own_loss=loss is not None)
     report = preflight.check(subject, lambda model, batch: losses(model(batch[0]), batch[1]), batch, how)
     if as_json:

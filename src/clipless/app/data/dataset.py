@@ -49,12 +49,12 @@ def make_data(name: str, train: tuple[Array, Array], test: tuple[Array, Array], 
             f"{name}: training records have shape {tuple(x_train.shape[1:])}, test records {tuple(x_test.shape[1:])}. "
             "Give both the same features."
         )
+    known = "the stated classes" if classes is not None else "the classes of the training labels"
     classes = span(name, y_train) if classes is None else classes
     for part, labels in (("training", y_train), ("test", y_test)):
         if int(labels.max()) >= classes:
             raise InvalidArgument(
-                f"{name}: a {part} label is {int(labels.max())}, out of range: the {classes} classes of the training "
-                f"labels are 0 to {classes - 1}. Correct the labels or drop those records."
+                f"{name}: a {part} label is out of range: it is none of {known}. Correct the labels, or remove such records."
             )
     shape = tuple(x_train.shape[1:])
     return Data(name, TensorDataset(x_train, y_train), TensorDataset(x_test, y_test), classes, shape)
@@ -64,11 +64,10 @@ def span(name: str, labels: Array | torch.Tensor) -> int:
     """The number of classes of labels 0, 1, 2, ...; raises if most of them could not occur."""
     classes = int(labels.max()) + 1
     if classes < 2:
-        raise InvalidArgument(f"{name}: every label is 0. A classifier needs at least two classes.")
+        raise InvalidArgument(f"{name}: the labels have one class. A classifier needs at least two.")
     if classes > len(labels):
         raise InvalidArgument(
-            f"{name}: labels go up to {classes - 1} with {len(labels)} records only, out of range for class labels. "
-            "Number the classes 0, 1, 2, ... without gaps."
+            f"{name}: a label is out of range for so few records. Number the classes 0, 1, 2, ... without gaps."
         )
     return classes
 
@@ -82,15 +81,15 @@ def integer_labels(name: str, labels: Array) -> Array:
     if labels.dtype.kind not in "iuf" or not np.array_equal(labels, np.floor(labels)):
         raise InvalidArgument(f"{name}: labels are not integers. Number the classes 0, 1, 2, ...")
     if labels.size and labels.min() < 0:
-        raise InvalidArgument(f"{name}: a label is negative ({labels.min():g}). Number the classes 0, 1, 2, ...")
+        raise InvalidArgument(f"{name}: a label is negative. Number the classes 0, 1, 2, ...")
     if labels.size and labels.max() > np.iinfo(np.int32).max:
-        raise InvalidArgument(f"{name}: a label is out of range ({labels.max():g}). Number the classes 0, 1, 2, ...")
+        raise InvalidArgument(f"{name}: a label is out of range. Number the classes 0, 1, 2, ...")
     return labels.astype(np.int64)
 
 
 def _records(name: str, part: str, features: Array, labels: Array) -> tuple[torch.Tensor, torch.Tensor]:
     if features.dtype.kind not in "biuf":
-        raise InvalidArgument(f"{name}: {part} features are of type {features.dtype}. Encode them as numbers.")
+        raise InvalidArgument(f"{name}: {part} features are not of a numeric type. Encode them as numbers.")
     if len(features) == 0:
         raise InvalidArgument(f"{name}: the {part} part is empty. Give it at least one record.")
     if features.ndim < 2 or 0 in features.shape:

@@ -37,7 +37,7 @@ def npz_archive(path: Path) -> Data:
     except InvalidArgument:
         raise
     except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-        why = "it holds Python objects" if "pickle" in str(error) else error
+        why = "it holds Python objects" if "pickle" in str(error) else type(error).__name__
         raise InvalidArgument(f"{path} cannot be read as an npz archive ({why}). Write it with numpy.savez.") from error
     return make_data(path.stem, (as_images(x_train), y_train), (as_images(x_test), y_test))
 

@@ -104,7 +104,7 @@ def _svhn_part(path: Path) -> tuple[Array, Array]:
         file = loadmat(path)
         x, y = np.asarray(file["X"]), np.asarray(file["y"])
     except Exception as error:  # scipy raises a dozen kinds for damaged files
-        raise InvalidArgument(f"{path} is not SVHN's MATLAB file ({error}). {SVHN.remedy}") from error
+        raise InvalidArgument(f"{path} is not SVHN's MATLAB file ({type(error).__name__}). {SVHN.remedy}") from error
     if x.shape[:3] != (32, 32, 3) or x.dtype != np.uint8 or len(y) != x.shape[-1]:
         raise InvalidArgument(f"{path} holds images of shape {x.shape} and {len(y)} labels. {SVHN.remedy}")
     return as_images(x.transpose(3, 2, 0, 1)), y.reshape(-1) % 10

@@ -78,8 +78,8 @@ def text(path: Path) -> str:
     """The text of a UTF-8 file. Raises InvalidArgument if it is damaged or of another encoding."""
     try:
         return contents(path).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{path} is not UTF-8 text ({error}). Fetch it again.") from error
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"{path} is not UTF-8 text. Fetch it again.") from None
 
 
 def _places(source: Source, folders: Sequence[Path]) -> Iterator[Path]:

@@ -141,8 +141,10 @@ def _numbers(path: Path, lines: Sequence[str], separator: str, columns: int, sou
     rows = [line for line in lines if line.strip()]
     try:
         table: Array = np.loadtxt(rows, delimiter=separator, ndmin=2)
-    except ValueError as error:
-        raise InvalidArgument(f"{path} is not the table of {source.name} ({error}). {source.remedy}") from error
+    except ValueError:
+        raise InvalidArgument(
+            f"{path} is not the table of {source.name}: a cell is not a number, or rows differ in length. {source.remedy}"
+        ) from None
     if not rows or table.shape[1] != columns:
         raise InvalidArgument(f"{path} has no table of {columns} columns. {source.remedy}")
     return table
@@ -176,8 +178,8 @@ def _adult_features(rows: list[dict[str, str]], income_known: bool) -> tuple[Arr
             name: np.array([float(row[name]) for row in rows]) for name in ("age", "education-num", "hours-per-week")
         }
         capital = np.array([[float(row["capital-gain"]), float(row["capital-loss"])] for row in rows])
-    except ValueError as error:
-        raise InvalidArgument(f"adult: a number is missing ({error}). {ADULT.remedy}") from error
+    except ValueError:
+        raise InvalidArgument(f"adult: a number is missing. {ADULT.remedy}") from None
     chosen = [
         np.array([[row[name] == value for value in values] for row in rows]) for name, values in ADULT_VALUES.items()
     ]

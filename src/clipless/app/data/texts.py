@@ -204,7 +204,7 @@ def _glue(columns: Sequence[str], label: str, labels: Sequence[str], left_out: S
             cells = line.rstrip("\r").split("\t")
             if line and (len(cells) != len(names) or cells[at] not in (*labels, *left_out)):
                 raise InvalidArgument(
-                    f"line {number} of {path} has {len(cells)} cells of {len(names)} or an unknown label: the file is cut "
+                    f"line {number} of {path} does not have {len(names)} cells, or has an unknown label: the file is cut "
                     f"short or another one. {source.remedy}"
                 )
             if line and cells[at] in labels:

@@ -43,13 +43,13 @@ def refuse_unsound_loss(
         )
 
 
-def made_up(data: Data) -> tuple[Tensor, Tensor]:
+def made_up(data: Data, count: int = RECORDS) -> tuple[Tensor, Tensor]:
     """A batch of random records of the data's form."""
-    shape = (RECORDS, *data.shape)
+    shape = (count, *data.shape)
     x = torch.randint(1, data.vocabulary, shape) if data.vocabulary else torch.randn(shape)
     if data.task == "classes":
-        return x, torch.randint(data.classes, (RECORDS,))
+        return x, torch.randint(data.classes, (count,))
     if data.task == "tokens":
         return x, torch.randint(data.classes, shape)
-    numbers = torch.randn(RECORDS, data.classes)
+    numbers = torch.randn(count, data.classes)
     return x, numbers if data.task == "numbers" else (numbers > 0).float()

@@ -1,5 +1,6 @@
 """A pattern of calling the model: where its records lie, and how each module's parameters are handled."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -72,7 +73,7 @@ class CallPattern:
             return self._trouble
         return UnsupportedModule(
             "the model could not be run on another number of records, which is how clipless finds where they lie: "
-            f"{self._trouble}. Let it take batches of any size."
+            f"{_without_numbers(self._trouble)}. Let it take batches of any size."
         )
 
     def forget(self) -> None:
@@ -137,3 +138,8 @@ class CallPattern:
 
     def _without_records(self) -> set[str]:
         return (self.layout.without_records() & self._rules.keys()) - self._as_a_whole
+
+
+def _without_numbers(trouble: Exception | None) -> str:
+    """What an error says, without numbers: one of them may be that of the records in the batch."""
+    return re.sub(r"\d+", "n", str(trouble))

@@ -146,7 +146,7 @@ class PrivateGradients(SavedGradients):
         leaves = self._parameters.rows(gradients)
         if len(leaves[0]) != rows:
             raise Misuse(
-                f"gradients of {len(leaves[0])} rows for a batch of {rows}: give those of the batch that loader handed out "
+                "the gradients have another number of rows than the batch: give those of the batch that loader handed out "
                 "last, padding included, in its order."
             )
         self._open = None

@@ -81,7 +81,7 @@ class Parameters:
         for name, shape, leaf in zip(self.names, self.shapes, found, strict=True):
             if tuple(leaf.shape[1:]) != tuple(shape) or leaf.ndim != len(shape) + 1 or len(leaf) != len(found[0]):
                 raise InvalidArgument(
-                    f"the gradient of {name!r} has shape {tuple(leaf.shape)}, where one row per record is expected, (rows, "
+                    f"the gradient of {name!r} does not have one row per record, the shape (rows, "
                     f"{', '.join(map(str, shape))}): compute them with clipless.integrations.jax.per_example(loss)."
                 )
         return found

@@ -207,7 +207,7 @@ class PrivateTrainer(Trainer):
             with self.compute_loss_context_manager(), self.accelerator.autocast():
                 losses = self.compute_record_losses(model, self._prepare_inputs(part))
             if not isinstance(losses, Tensor) or losses.dim() != 1:
-                shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+                shape = f"of {losses.dim()} dimensions" if isinstance(losses, Tensor) else type(losses).__name__
                 raise InvalidArgument(f"the loss is {shape}, and a private step needs every record's own: {REMEDY}")
             self.private.backward(losses)
             if self.log_not_private_loss:

@@ -1,5 +1,6 @@
 """Data from a function of the user's own, `package.module:function`."""
 
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from clipless.app.data.dataset import Array, Data, make_data, make_targets, make_texts
 from clipless.app.data.own.choice import OwnData
 from clipless.app.importing import import_callable
-from clipless.arguments import named, unknown_name
+from clipless.arguments import named
 from clipless.errors import InvalidArgument, InvalidType
 
 KEYS = ("train", "test", "task", "classes", "vocabulary")
@@ -41,7 +42,9 @@ def load_function(name: str, stated: OwnData) -> Data:
         raise InvalidType(f"{name} returned {type(found).__name__}. {SHAPE}")
     for key in found:
         if key not in KEYS:
-            raise unknown_name(f"key returned by {name}", key, KEYS)
+            near = difflib.get_close_matches(str(key), KEYS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""  # the key itself may be that of a record
+            raise InvalidArgument(f"{name} returned a key that is none of {', '.join(KEYS)}.{hint} {SHAPE}")
     train, test = (_pair(name, key, found.get(key)) for key in ("train", "test"))
     names = stated.class_names()
     classes = found.get("classes") if names is None else len(names)
