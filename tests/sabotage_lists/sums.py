@@ -321,4 +321,11 @@ SABOTAGES = (
             "tests/gradients/recurrent/test_recurrent.py::test_the_rule_itself_refuses_them_too",
         ),
     ),
+    Sabotage(
+        "opacus-sums-rounded-to-their-type",
+        "integrations/opacus.py",
+        "return exact if remainder is None or total is not parameter.summed_grad else exact + remainder",
+        "return exact",
+        ("tests/integrations/test_opacus.py::test_a_record_moves_the_sum_of_many_by_at_most_the_sensitivity",),
+    ),
 )

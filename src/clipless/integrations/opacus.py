@@ -22,6 +22,7 @@ from clipless.plan import noise_stddevs, sensitivity
 from clipless.thresholds import Decay, Setting
 
 _KEY = "clipless"
+_BLOCK = 64
 
 
 class ClippedOptimizer(DPOptimizer):
@@ -41,6 +42,7 @@ class ClippedOptimizer(DPOptimizer):
         for parameter, group in zip(parameters, self._group_of, strict=True):
             sizes[group] += parameter.numel()
         self._dimensions = tuple(sizes)
+        self._remainders: dict[int, tuple[Tensor, Tensor]] = {}
         self._statistic: Tensor | None = None
         self._released: Tensor | None = None
         self._batch = optimizer.expected_batch_size or 1
@@ -84,7 +86,11 @@ class ClippedOptimizer(DPOptimizer):
         return policy_setting(*shape, gradient), gradient, statistic
 
     def clip_and_accumulate(self) -> None:
-        """Add the batch's clipped gradients to `p.summed_grad`, and its statistic to that of the logical batch."""
+        """Add the batch's clipped gradients to `p.summed_grad`, and its statistic to that of the logical batch.
+
+        One record changes how all that come after it are rounded, which in half precision moves the sum by many times the
+        sensitivity. So sums are in float64: `p.summed_grad` in float32 at least, and a remainder.
+        """
         parameters, samples = self.params, self.grad_samples
         squares = torch.zeros(len(self._dimensions), len(samples[0]), dtype=torch.float64, device=samples[0].device)
         for sample, group in zip(samples, self._group_of, strict=True):
@@ -102,13 +108,20 @@ class ClippedOptimizer(DPOptimizer):
             _check_processed_flag(parameter.grad_sample)
             finite = norms[group].isfinite().to(sample.device)
             kept = sample if bool(finite.all()) else sample.masked_fill(~_as(finite, sample), 0.0)
-            weights = factors[group].to(parameter)
-            clipped = torch.einsum("i,i...", weights, kept.to(parameter.dtype))
+            clipped = _weighted_sum(factors[group].to(sample.device), kept).to(parameter.device)
             if parameter.summed_grad is None:
-                parameter.summed_grad = clipped
-            else:
-                parameter.summed_grad += clipped  # in place: Opacus marks tensors that have been used
+                kind = torch.promote_types(parameter.dtype, torch.float32)
+                parameter.summed_grad = torch.zeros_like(parameter, dtype=kind)
+            clipped += self._sum(parameter)
+            parameter.summed_grad.copy_(clipped)  # in place: Opacus marks tensors that have been used
+            self._remainders[id(parameter)] = parameter.summed_grad, clipped - parameter.summed_grad
             _mark_as_processed(parameter.grad_sample)
+
+    def _sum(self, parameter: Any) -> Tensor:
+        """What was added up so far, in float64."""
+        total, remainder = self._remainders.get(id(parameter), (None, None))
+        exact: Tensor = parameter.summed_grad.double()
+        return exact if remainder is None or total is not parameter.summed_grad else exact + remainder
 
     def add_noise(self) -> None:
         """Add Opacus' noise to sums and statistic, at the present thresholds."""
@@ -116,8 +129,8 @@ class ClippedOptimizer(DPOptimizer):
         stddevs = noise_stddevs(self.thresholds, gradient, self.clipping.allocation).flatten().tolist()
         for parameter, group in zip(self.params, self._group_of, strict=True):
             _check_processed_flag(parameter.summed_grad)
-            noised = parameter.summed_grad + self._noise(stddevs[group], parameter.summed_grad)
-            parameter.grad = noised.view_as(parameter)
+            noised = self._sum(parameter) + self._noise(stddevs[group], parameter.summed_grad)
+            parameter.grad = noised.view_as(parameter).to(parameter.dtype)
             _mark_as_processed(parameter.summed_grad)
         if statistic is not None:
             assert self._statistic is not None
@@ -131,6 +144,7 @@ class ClippedOptimizer(DPOptimizer):
         super().zero_grad(set_to_none)
         if not self._is_last_step_skipped:
             self._statistic = None
+            self._remainders.clear()
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """As Opacus' own; after a step that was not skipped the policy learns from the noised statistic."""
@@ -195,6 +209,14 @@ def _names(optimizer: DPOptimizer, model: nn.Module) -> list[str]:
             "the optimizer holds parameters that are not this model's: give the model that it trains."
         )
     return [names[id(p)] for p in optimizer.params]
+
+
+def _weighted_sum(factors: Tensor, samples: Tensor) -> Tensor:
+    """The weighted sum in float64, of some records at a time."""
+    total = torch.zeros(samples.shape[1:], dtype=torch.float64, device=samples.device)
+    for weights, block in zip(factors.double().split(_BLOCK), samples.split(_BLOCK), strict=True):
+        total += torch.einsum("i,i...", weights, block.double())
+    return total
 
 
 def _as(mask: Tensor, sample: Tensor) -> Tensor:
