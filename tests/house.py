@@ -31,7 +31,9 @@ LAYERS: tuple[frozenset[str], ...] = (
             "random_state",
         }
     ),
-    frozenset({"accounting", "theory", "partition", "noise", "thresholds", "foreign", "replacing", "averaging"}),
+    frozenset(
+        {"accounting", "theory", "partition", "noise", "thresholds", "foreign", "replacing", "averaging", "neighbours"}
+    ),
     frozenset({"clipping", "sampling", "runs"}),
     frozenset({"phases"}),
     frozenset({"distributed", "gradients", "oracle", "plan", "privacy", "reliability"}),

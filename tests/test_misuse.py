@@ -159,7 +159,6 @@ ARGUMENTS: list[tuple[dict[str, Any], type[CliplessError], str]] = [
     ({"steps": None}, InvalidArgument, "give epochs= or steps="),
     ({"batch_size": None}, InvalidArgument, "give batch_size="),
     ({"batch_size": SIZE + 1}, InvalidArgument, "use at most 40"),
-    ({"dataset": dataset(1), "batch_size": 1, "delta": None}, InvalidArgument, "give delta= yourself"),
     *[({name: 0}, InvalidArgument, f"{name} must be at least 1") for name in ("batch_size", "steps")],
     *[({name: -3}, InvalidArgument, f"{name} must be at least 1") for name in ("batch_size", "steps")],
     *[
@@ -854,19 +853,3 @@ def test_sizes_of_micro_batches_that_cannot_be_meant_are_refused(size: Any) -> N
     with run.refuses(CliplessError, "size of a micro-batch must be"):
         run.private.loader.microbatches(size)
     run.good_step()
-
-
-def test_a_delta_above_one_over_n_is_warned_of() -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"above 1/N.*Choose delta below 1/N"):
-        clipless.make_private(
-            model,
-            optimizer,
-            dataset(),
-            noise_multiplier=1.0,
-            delta=0.5,
-            batch_size=BATCH,
-            steps=2,
-            loss_reduction="mean",
-        ).detach()

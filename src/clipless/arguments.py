@@ -115,7 +115,7 @@ def failure_probability(value: object) -> float:
     """A delta strictly between 0 and 1."""
     delta = real("delta", value)
     if not 0 < delta < 1:
-        raise InvalidArgument(f"delta must lie in (0, 1), got {delta}; choose it below 1 / (number of records).")
+        raise InvalidArgument(f"delta must lie in (0, 1), got {delta}; choose at most 1 / (10 * number of records).")
     if delta < LEAST_DELTA:
         raise InvalidArgument(
             f"delta is {delta}, too small to compute with: choose at least {LEAST_DELTA:g}; 1e-10 is small."
@@ -124,16 +124,17 @@ def failure_probability(value: object) -> float:
 
 
 def large_delta_note(delta: float, records: int) -> str | None:
-    """A warning if delta is above 1/N, which allows whole records to be published; None otherwise.
+    """A warning if delta is above 1/(10 N); None otherwise. Publishing each record as it is with probability delta
+    satisfies (0, delta)-differential privacy.
 
-    >>> large_delta_note(1e-5, 60_000), large_delta_note(1e-4, 60_000)[:46]
-    (None, 'delta=0.0001 is above 1/N for N=60000: that wo')
+    >>> large_delta_note(1e-6, 60_000), large_delta_note(1e-5, 60_000)[:47]
+    (None, 'delta=1e-05 is above 1/(10 N) for N=60000: a run')
     """
-    if not (isinstance(delta, float) and records > 1 and 1 / records < delta < 1):
+    if not (isinstance(delta, float) and 1 / (10 * records) < delta < 1):
         return None
     return (
-        f"delta={delta:g} is above 1/N for N={records}: that would allow a record to be published as it is. Choose delta "
-        "below 1/N."
+        f"delta={delta:g} is above 1/(10 N) for N={records}: a run that publishes each record with that probability, "
+        f"{delta * records:.2g} of them on average, would keep the promise. Choose delta up to 1/{10 * records}."
     )
 
 

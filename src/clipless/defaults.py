@@ -14,12 +14,12 @@ PROJECTIONS = 20
 
 
 def delta(records: int) -> float:
-    """N**-1.1, which is below 1/N.
+    """1e-5, or 1/(10 N) if that is smaller.
 
-    >>> f"{delta(60_000):.2e}"
-    '5.55e-06'
+    >>> delta(1000), f"{delta(60_000):.2e}"
+    (1e-05, '1.67e-06')
     """
-    return float(records**-1.1)
+    return min(1e-5, 1 / (10 * records))
 
 
 def steps_per_pass(records: int, expected_batch: int) -> int:

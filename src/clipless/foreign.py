@@ -31,7 +31,6 @@ FOREIGN_NAMES = {
     "max_epochs": "epochs=",
     "num_epochs": "epochs=",
     "max_steps": "steps=",
-    "sample_rate": "batch_size=, the expected batch: the rate times the number of records",
     "expected_batch_size": "batch_size=",
     "poisson_sampling": _ALWAYS,
     "batch_first": "nothing: the batch dimension is detected, so leave it out",

@@ -5,8 +5,9 @@ gradient: a noise multiplier z gives it the standard deviation η·z·R/B on the
 
     z = √(2τ/(N·η)) · B/R    and    η = 2·τ·B² / (N·z²·R²),
 
-a budget fixes the step size, or the step size the budget. For small steps the samples have the law exp(−U/τ), where U is the
-sum of all clipped losses less the logarithm of the prior: the posterior at τ = 1.
+a budget fixes the step size, or the step size the budget. Where N is secret, B divided by the rate stands for it. For small
+steps the samples have the law exp(−U/τ), U being the sum of all losses less the logarithm of the prior, if no gradient is
+clipped: clipped ones are in general the gradient of no function, and then no such law is known (docs/langevin.md).
 """
 
 import math
@@ -20,12 +21,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from clipless import defaults, refusals
 from clipless.accounting import Spent
-from clipless.arguments import named, positive
+from clipless.arguments import named, positive, whole
 from clipless.averaging import Prediction, Thinning, averaged
 from clipless.clipped import LossFunction
 from clipless.clipping import Clipping
 from clipless.distributed import is_sharded
 from clipless.errors import InvalidArgument, Misuse
+from clipless.neighbours import ZERO_OUT, refuse_unclear_rate
 from clipless.partition import partition
 from clipless.phases import Schedule, as_schedule
 from clipless.plan import PrivacyPlan, sensitivity
@@ -51,8 +53,8 @@ class LangevinPlan:
     def __str__(self) -> str:
         law = "the posterior" if self.temperature == 1 else f"a posterior tempered by {self.temperature:.4g}"
         return (
-            f"  samples     of {law}: step size {self.step_size:.4g}, noise {self.stddev:.4g} on each weight, prior "
-            f"N(0, {self.prior_stddev:.4g}²)\n  kept        {self.thinning}"
+            f"  samples     of {law} if no gradient is clipped: step size {self.step_size:.4g}, noise "
+            f"{self.stddev:.4g} on each weight, prior N(0, {self.prior_stddev:.4g}²)\n  kept        {self.thinning}"
         )
 
 
@@ -73,6 +75,8 @@ def sgld(
     steps: int | None = None,
     clipping: str | Clipping | Schedule = "abadi",
     accountant: str = defaults.ACCOUNTANT,
+    neighbours: str = ZERO_OUT,
+    sample_rate: float | None = None,
     noise: str | None = None,
     seed: int | None = None,
     gradients: str = "exact",
@@ -99,8 +103,11 @@ def sgld(
             "sgld keeps samples of all weights, and this model is sharded over processes: leave fully_shard out."
         )
     data, own_batch_size, _ = source_of(dataset)
-    records = len(data)  # type: ignore[arg-type]
+    refuse_unclear_rate(neighbours, sample_rate, delta)
     batch = refusals.one_batch_size(batch_size, own_batch_size)
+    if batch is None:
+        raise InvalidArgument("give batch_size=, the expected number of records in a batch.")
+    records = len(data) if sample_rate is None else whole("batch_size", batch) / sample_rate  # type: ignore[arg-type]
     if sum(given is not None for given in (step_size, epsilon, noise_multiplier)) != 1:
         raise InvalidArgument(
             "give one of step_size=, epsilon= and noise_multiplier=: at a given temperature each of them fixes the others. "
@@ -111,22 +118,17 @@ def sgld(
     how, tau = as_schedule(clipping), _temperature(temperature, records)
     bound, prior = _sensitivity(how, parameters), positive("prior_stddev", prior_stddev)
     if step_size is not None:
-        if batch is None:
-            raise InvalidArgument("give batch_size=, the expected number of records in a batch.")
         noise_multiplier = math.sqrt(2 * tau / (records * positive("step_size", step_size))) * batch / bound
     optimizer = SGD(parameters.values(), lr=1.0, weight_decay=1 / (records * prior**2))
     watch = _Watch()
     optimizer.register_step_pre_hook(watch)
     private = make_private(
-        model, optimizer, dataset, epsilon=epsilon, delta=delta, noise_multiplier=noise_multiplier, batch_size=batch_size,
-        epochs=epochs, steps=steps, clipping=how, accountant=accountant, noise=noise, seed=seed, gradients=gradients,
-        projections=projections,
+        model, optimizer, dataset, epsilon=epsilon, delta=delta, noise_multiplier=noise_multiplier, batch_size=batch,
+        epochs=epochs, steps=steps, clipping=how, accountant=accountant, neighbours=neighbours, sample_rate=sample_rate,
+        noise=noise, seed=seed, gradients=gradients, projections=projections,
     )  # fmt: skip
     try:
-        eta = (
-            step_size
-            or 2 * tau * (private.plan.expected_batch / (private.plan.noise_multiplier * bound)) ** 2 / records
-        )
+        eta = step_size or 2 * tau * (batch / (private.plan.noise_multiplier * bound)) ** 2 / records
         _refuse_divergence(eta, records, prior)
         kept = Thinning.of(burn_in, thinning, private.plan.steps)
         plan = LangevinPlan(float(eta), tau, prior, math.sqrt(2 * eta * tau / records), kept)
@@ -172,7 +174,7 @@ class PosteriorSampler:
 
     @property
     def temperature(self) -> float:
-        """τ: samples have the law exp(−U/τ)."""
+        """τ: where no gradient is clipped, samples have the law exp(−U/τ)."""
         return self.langevin.temperature
 
     def backward(self, losses: Tensor) -> None:
@@ -270,7 +272,7 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: group[name] for name in wanted} for group in optimizer.param_groups]
 
 
-def _temperature(temperature: float | str, records: int) -> float:
+def _temperature(temperature: float | str, records: float) -> float:
     if isinstance(temperature, str):
         return named("temperature", temperature, dict(zip(TEMPERATURES, (1.0, records / 2), strict=True)))
     return positive("temperature", temperature)
@@ -299,7 +301,7 @@ def _refuse_narrow(parameters: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _refuse_divergence(step_size: float, records: int, prior_stddev: float) -> None:
+def _refuse_divergence(step_size: float, records: float, prior_stddev: float) -> None:
     """Raise where the prior alone makes the weights grow without bound."""
     if not step_size < 2 * records * prior_stddev**2:
         raise InvalidArgument(

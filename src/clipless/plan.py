@@ -11,6 +11,7 @@ from torch import Tensor
 
 from clipless.accounting import ACCOUNTANTS, Ledger, StepEvent
 from clipless.clipping import Clipping
+from clipless.neighbours import RELATIONS, ZERO_OUT
 from clipless.noise_schedule import NoiseSchedule, relative_noise
 from clipless.partition import Partition
 from clipless.phases import Phase, Schedule, phases_of
@@ -19,8 +20,10 @@ from clipless.thresholds import Constant, Setting
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """(ε, δ)-differential privacy for adding or removing one record, over all planned steps.
+    """(ε, δ)-differential privacy for one record, over all planned steps.
 
+    `neighbours` says which data sets may not be told apart: "zero-out", where one record is replaced by an empty one and
+    `dataset_size` is public, or "add-remove", where that is secret and None.
     `noise_multiplier` is the ratio of noise to sensitivity of one whole step, gradient and statistic together, which is
     what the accountant is told; with a noise schedule it is the first step's. `dimensions` has the number of trainable
     parameters of each group. `schedule` says how steps are clipped: in one phase, unless the rule changes within the run.
@@ -32,8 +35,9 @@ class PrivacyPlan:
     delta: float
     accountant: str
     noise_multiplier: float
-    dataset_size: int
+    dataset_size: int | None
     expected_batch: int
+    sample_rate: float
     steps: int
     steps_per_pass: int
     schedule: Schedule
@@ -44,11 +48,13 @@ class PrivacyPlan:
     noise: str = "secure"
     sampling: str = "poisson"
     unit_gradients: bool = False
+    neighbours: str = ZERO_OUT
 
-    @cached_property
-    def sample_rate(self) -> float:
-        """The probability that a record is in a batch."""
-        return self.expected_batch / self.dataset_size
+    @property
+    def population(self) -> int:
+        """The number of records, or, where it is secret, the one that expected batch and rate suggest."""
+        nominal = max(1, round(self.expected_batch / self.sample_rate))
+        return nominal if self.dataset_size is None else self.dataset_size
 
     @property
     def approximation(self) -> bool:
@@ -140,14 +146,15 @@ class PrivacyPlan:
         several = {"name": self.schedule.name, "phases": phases}
         fields["clipping"] = several if len(phases) > 1 else _written(self.clipping)
         fields["groups"] = dict(zip(self.groups.names, map(list, self.groups.members), strict=True))
-        return fields | {"sample_rate": self.sample_rate, "neighbouring": "add or remove one record"}
+        return fields | {"neighbouring": RELATIONS[self.neighbours]}
 
     def __str__(self) -> str:
         sure = " (approximation, can under-report)" if self.approximation else ""
         return "\n".join(
             [
-                f"({self.epsilon:.4g}, {self.delta:.4g})-differential privacy for each of {self.dataset_size:,} records",
-                f"  neighbours  add or remove one record; accountant {self.accountant}{sure}",
+                f"({self.epsilon:.4g}, {self.delta:.4g})-differential privacy for {self._protected()}",
+                f"  neighbours  {RELATIONS[self.neighbours]}",
+                f"  accountant  {self.accountant}{sure}",
                 f"  steps       {self.steps:,}, each on a {self.sampling} batch of {self.expected_batch:,} expected "
                 f"records (rate {self.sample_rate:.4g})",
                 f"  noise       multiplier {self.noise_multiplier:.4g}{self._split()}, source {self.noise}",
@@ -160,6 +167,9 @@ class PrivacyPlan:
                 f"  parameters  {sum(self.dimensions):,} trainable",
             ]
         )
+
+    def _protected(self) -> str:
+        return "each record" if self.dataset_size is None else f"each of {self.dataset_size:,} records"
 
     def _clipped(self) -> str:
         if len(self.phases) == 1:

@@ -3,11 +3,11 @@
 import warnings
 from dataclasses import replace
 
-from clipless import defaults
 from clipless.accounting import ACCOUNTANTS, scheduled_epsilon, scheduled_multiplier
 from clipless.accounting.calibrate import search
-from clipless.arguments import large_delta_note, named, positive, whole
+from clipless.arguments import large_delta_note, named, positive
 from clipless.errors import InvalidArgument
+from clipless.neighbours import ZERO_OUT, draws
 from clipless.noise_schedule import NoiseSchedule
 from clipless.partition import Partition
 from clipless.phases import Schedule
@@ -19,6 +19,8 @@ LOSS_REDUCTIONS = ("mean", "sum")
 def make_plan(
     *,
     dataset_size: int,
+    neighbours: str = ZERO_OUT,
+    sample_rate: float | None = None,
     batch_size: int | None,
     epochs: int | None,
     steps: int | None,
@@ -38,24 +40,28 @@ def make_plan(
     if loss_reduction is not None:
         named("loss_reduction", loss_reduction, dict.fromkeys(LOSS_REDUCTIONS))
     named("accountant", accountant, ACCOUNTANTS)
-    batch = _expected_batch(batch_size, dataset_size)
-    per_pass = defaults.steps_per_pass(dataset_size, batch)
-    total = _total_steps(epochs, steps, per_pass)
-    chosen_delta = defaults.delta(dataset_size) if delta is None else delta
-    if delta is None and dataset_size < 2:
-        raise InvalidArgument("with a single record there is no default delta: give delta= yourself.")
-    _warn_of_large_delta(chosen_delta, dataset_size)
-    noises = schedule.noise_schedule(total)
-    eps, z = _budget(epsilon, noise_multiplier, chosen_delta, batch / dataset_size, noises, accountant)
+    drawn = draws(
+        neighbours,
+        dataset_size,
+        batch_size=batch_size,
+        epochs=epochs,
+        steps=steps,
+        delta=delta,
+        sample_rate=sample_rate,
+    )
+    noises = schedule.noise_schedule(drawn.steps)
+    eps, z = _budget(epsilon, noise_multiplier, drawn.delta, drawn.sample_rate, noises, accountant)
     plan = PrivacyPlan(
         epsilon=eps,
-        delta=chosen_delta,
+        delta=drawn.delta,
         accountant=accountant,
         noise_multiplier=z,
-        dataset_size=dataset_size,
-        expected_batch=batch,
-        steps=total,
-        steps_per_pass=per_pass if steps is None else total,
+        neighbours=neighbours,
+        dataset_size=drawn.dataset_size,
+        expected_batch=drawn.expected_batch,
+        sample_rate=drawn.sample_rate,
+        steps=drawn.steps,
+        steps_per_pass=drawn.steps_per_pass,
         schedule=schedule,
         groups=groups,
         dimensions=dimensions,
@@ -64,6 +70,8 @@ def make_plan(
         noise=noise,
         unit_gradients=unit_gradients,
     )
+    if note := large_delta_note(plan.delta, plan.population):
+        warnings.warn(note, stacklevel=4)
     assert plan.phases  # or raises: thresholds that do not fit the groups, a statistic that takes more than the step
     return plan if projections is None else _projected(plan, target=epsilon)
 
@@ -88,32 +96,6 @@ def _projected(plan: PrivacyPlan, target: float | None) -> PrivacyPlan:
     if target is None:
         return replace(plan, epsilon=spent(plan.noise_multiplier))
     return replace(plan, noise_multiplier=search(spent, float(target), plan.noise_multiplier))
-
-
-def _warn_of_large_delta(delta: float, dataset_size: int) -> None:
-    if note := large_delta_note(delta, dataset_size):
-        warnings.warn(note, stacklevel=5)
-
-
-def _expected_batch(batch_size: int | None, dataset_size: int) -> int:
-    if batch_size is None:
-        raise InvalidArgument("give batch_size=, the expected number of records in a batch.")
-    batch = whole("batch_size", batch_size)
-    if batch > dataset_size:
-        raise InvalidArgument(
-            f"batch_size={batch} is larger than the data set of {dataset_size} records: use at most {dataset_size}."
-        )
-    return batch
-
-
-def _total_steps(epochs: int | None, steps: int | None, per_pass: int) -> int:
-    if epochs is not None and steps is not None:
-        raise InvalidArgument("epochs= and steps= contradict each other: give one of them.")
-    if epochs is not None:
-        return whole("epochs", epochs) * per_pass
-    if steps is not None:
-        return whole("steps", steps)
-    raise InvalidArgument("give epochs= or steps=: the budget is divided over all steps of the run.")
 
 
 def _budget(

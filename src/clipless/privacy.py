@@ -10,6 +10,7 @@ from clipless.accounting import ACCOUNTANTS
 from clipless.clipping import CLIPPINGS, Clipping
 from clipless.errors import InvalidArgument, InvalidType
 from clipless.foreign import FOREIGN_NAMES
+from clipless.neighbours import ZERO_OUT, refuse_unclear_rate
 from clipless.noise import chosen_noise
 from clipless.phases import Schedule, as_schedule, schedule
 
@@ -20,12 +21,13 @@ _OF_THE_RUN = ("batch_size", "epochs", "steps", "loss_reduction", "unit_gradient
 class Privacy:
     """What is promised and how: the arguments of `make_private` that are about privacy, with its defaults.
 
-    Data, batch size and length of a run are not part of it. Values are checked when the record is made, as far as that is
-    possible without model and data. The seed is not shown: whoever knows it can subtract the noise.
+    Data, batch size and length of a run are not part of it, but `sample_rate` is, which `neighbours="add-remove"` needs.
+    Values are checked when the record is made, as far as that is possible without model and data. The seed is not shown:
+    whoever knows it can subtract the noise.
 
     >>> privacy = Privacy(epsilon=3.0, clipping="auto-v")
     >>> privacy
-    Privacy(epsilon=3.0, delta=None, noise_multiplier=None, clipping='auto-v', accountant='pld', noise=None, ...)
+    Privacy(epsilon=3.0, delta=None, noise_multiplier=None, clipping='auto-v', accountant='pld', neighbours='zero-out', ...)
     >>> private = make_private(model, optimizer, data, **privacy.arguments(), batch_size=8, epochs=2)  # doctest: +SKIP
     """
 
@@ -34,6 +36,8 @@ class Privacy:
     noise_multiplier: float | None = None
     clipping: str | Clipping | Schedule = defaults.CLIPPING
     accountant: str = defaults.ACCOUNTANT
+    neighbours: str = ZERO_OUT
+    sample_rate: float | None = None
     noise: str | None = None
     seed: int | None = field(default=None, repr=False)
     allow_overspend: bool = False
@@ -46,6 +50,7 @@ class Privacy:
             arguments.failure_probability(self.delta)
         as_schedule(self.clipping)
         arguments.named("accountant", self.accountant, ACCOUNTANTS)
+        refuse_unclear_rate(self.neighbours, self.sample_rate, self.delta)
         chosen_noise(self.noise, self.seed)
         if not isinstance(self.allow_overspend, bool):
             raise InvalidType(f"allow_overspend must be True or False, got {self.allow_overspend!r}.")

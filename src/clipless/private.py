@@ -61,6 +61,8 @@ def make_private(
     steps: int | None = None,
     clipping: str | Clipping | Schedule = "auto-s",
     accountant: str = "pld",
+    neighbours: str = "zero-out",
+    sample_rate: float | None = None,
     micro_batch: int | None = None,
     memory: int | None = None,
     loss_reduction: str | None = None,
@@ -76,10 +78,11 @@ def make_private(
 ) -> "Private":
     """Make an ordinary training loop differentially private: `optimizer.step()` then releases noised gradients only.
 
-    Give `epsilon` or `noise_multiplier`, `epochs` or `steps`, and the expected `batch_size`; without `delta` it is N**-1.1.
-    Train on `private.loader`, and give `private.backward` one loss per record, or call `backward()` on their mean, or on
-    their sum with `loss_reduction="sum"`. A step beyond the plan is refused unless `allow_overspend=True`. `clipping` is a
-    name, an object such as `clipless.auto_s()`, or a `clipless.schedule`. Model and optimizer get hooks, which `detach()`
+    Give `epsilon` or `noise_multiplier`, `epochs` or `steps`, and the expected `batch_size`; without `delta` it is 1e-5, or
+    1/(10 N) if that is smaller. `neighbours="add-remove"`, for a secret N, needs `sample_rate`, `steps` and `delta`. Train
+    on `private.loader`, and give `private.backward` one loss per record, or call `backward()` on their mean, or on their
+    sum with `loss_reduction="sum"`. A step beyond the plan is refused unless `allow_overspend=True`. `clipping` is a name,
+    an object such as `clipless.auto_s()`, or a `clipless.schedule`. Model and optimizer get hooks, which `detach()`
     removes. If anything is refused, nothing has been changed. Noise is secure, or, with a `seed`, repeatable; the seed must
     then stay secret (docs/noise.md). `check=(loss_fn, batch)` runs `clipless.check` first. `kernels` bounds memory, `group`
     is for several processes (docs/distributed.md), `gradients="jl"` estimates norms (docs/projections.md), and
@@ -108,13 +111,8 @@ def make_private(
         groups = partition(how.groups, parameters)
         plan = make_plan(
             dataset_size=len(data),  # type: ignore[arg-type]
-            batch_size=batch_size,
-            epochs=epochs,
-            steps=steps,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            delta=delta,
-            accountant=accountant,
+            neighbours=neighbours, sample_rate=sample_rate, batch_size=batch_size, epochs=epochs, steps=steps,
+            epsilon=epsilon, noise_multiplier=noise_multiplier, delta=delta, accountant=accountant,
             schedule=how,
             groups=groups,
             dimensions=tuple(sum(parameters[name].numel() for name in members) for members in groups.members),
@@ -122,15 +120,15 @@ def make_private(
             noise=chosen_noise(noise, seed),
             projections=refusals.chosen_projections(gradients, projections, kernels, ranks.size, is_sharded(model)),
             unit_gradients=unit_gradients,
-        )
+        )  # fmt: skip
         if check is not None:
             for phase in plan.phases:
                 refuse_unsound(model, check, phase.clipping, loss_reduction)
         source, fetch = noise_source(noise, seed), fetcher(data, settings)
     if ranks.size > 1:
-        ranks.refuse_differences(lambda: facts(model, optimizer, plan.to_dict(), seed, allow_overspend=allow_overspend))
+        ranks.refuse_differences(lambda: facts(model, optimizer, plan.to_dict(), fetch.size, seed, allow_overspend))
         source.load_state_dict(ranks.shared(source.state_dict()))
-        refuse_other_records(ranks, fetch.once, plan.dataset_size)
+        refuse_other_records(ranks, fetch.once, fetch.size)
     ranks = ranks.apart()
     parts = (model, optimizer, plan, fetch, source, kernels or Kernels(), splitter)
     return on_every_rank(ranks, lambda: Private(*parts, allow_overspend, group, ranks, idle))
@@ -167,8 +165,8 @@ class Private(SavedRun):
             vector = lambda number, like: self._source.vector(self.steps_taken, number, like)  # noqa: E731
             self._engine = ProjectionEngine(model, self._factors, observe, vector, plan.projections)
         share, in_step = (ranks.rank, ranks.size), shards is not None
-        sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate, share=share, in_step=in_step)
-        self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self)
+        sampler = PoissonSampler(source, fetch.size, plan.sample_rate, share=share, in_step=in_step)
+        self.loader = PrivateLoader(fetch, sampler, plan.steps_per_pass, self, plan.expected_batch)
         self._attach()
         heap.keep_freed_memory()
 

@@ -11,6 +11,7 @@ from clipless import defaults
 from clipless.arguments import named, whole
 from clipless.errors import BudgetSpent, InvalidArgument, InvalidType, Misuse
 from clipless.gradients import Kernels
+from clipless.neighbours import with_relation
 
 
 class Uncopyable:
@@ -164,9 +165,9 @@ def refuse_other_plan(state: object, plan: dict[str, Any]) -> None:
     if not isinstance(state, dict) or expected - state.keys():
         missing = sorted(expected - state.keys()) if isinstance(state, dict) else sorted(expected)
         raise InvalidArgument(f"not a state of a private run: {', '.join(missing)} is missing.")
-    saved = state["plan"]
+    saved = with_relation(state["plan"])
     if None in (saved.get("loss_reduction"), plan["loss_reduction"]):
-        saved = saved | {"loss_reduction": plan["loss_reduction"]}  # it was not needed in one of them
+        saved |= {"loss_reduction": plan["loss_reduction"]}  # it was not needed in one of them
     if saved != plan:
         changed = [key for key, value in plan.items() if saved.get(key) != value]
         raise InvalidArgument(f"the saved state belongs to another plan (different: {', '.join(changed)}).")

@@ -4,6 +4,7 @@ from sabotage_lists.one import Sabotage
 
 PLAN, CALIBRATE, EVENTS = "plan.py", "accounting/calibrate.py", "accounting/events.py"
 LEDGER, PLD, COMPOSITION = "accounting/ledger.py", "accounting/pld.py", "accounting/composition.py"
+NEIGHBOURS, RELATIONS = "neighbours.py", "tests/test_neighbours.py"
 TESTS, POLICIES = "tests/accounting", "tests/thresholds/test_private_policies.py"
 SELECTION = f"{TESTS}/test_selection.py"
 
@@ -17,26 +18,82 @@ SABOTAGES = (
     ),
     Sabotage(
         "rate-of-one-record-more",
-        PLAN,
-        "return self.expected_batch / self.dataset_size",
-        "return self.expected_batch / (self.dataset_size + 1)",
+        NEIGHBOURS,
+        "batch / dataset_size, total",
+        "batch / (dataset_size + 1), total",
         (
             "tests/sampling/test_loader.py",
             "tests/test_private.py::test_the_plan_says_what_is_promised_and_cannot_be_changed",
         ),
     ),
     Sabotage(
+        "rate-from-a-secret-number",
+        NEIGHBOURS,
+        "return Draws(None, batch, arguments.rate(sample_rate), total",
+        "return Draws(None, batch, batch / max(batch, dataset_size), total",
+        (f"{RELATIONS}::test_a_plan_with_a_secret_number_of_records_does_not_depend_on_it",),
+    ),
+    Sabotage(
+        "secret-number-in-the-plan",
+        NEIGHBOURS,
+        "return Draws(None, batch",
+        "return Draws(dataset_size, batch",
+        (f"{RELATIONS}::test_a_plan_with_a_secret_number_of_records_does_not_depend_on_it",),
+    ),
+    Sabotage(
+        "batch-size-compared-with-a-secret-number",
+        NEIGHBOURS,
+        "    if neighbours == ADD_REMOVE:\n        assert",
+        "    if neighbours == ADD_REMOVE and batch <= dataset_size:\n        assert",
+        (f"{RELATIONS}::test_a_batch_size_above_the_secret_number_of_records_is_accepted",),
+    ),
+    Sabotage(
+        "large-delta-by-the-secret-number",
+        "planning.py",
+        "large_delta_note(plan.delta, plan.population)",
+        "large_delta_note(plan.delta, dataset_size)",
+        (f"{RELATIONS}::test_a_delta_above_a_tenth_of_one_over_n_is_warned_of",),
+    ),
+    Sabotage(
+        "epochs-of-a-secret-number",
+        NEIGHBOURS,
+        '    if epochs is not None:\n        raise InvalidArgument(f"{_SECRET}, as',
+        '    if epochs is not None and steps is None:\n        raise InvalidArgument(f"{_SECRET}, as',
+        (f"{RELATIONS}::test_what_is_refused_does_not_tell_the_number_of_records",),
+    ),
+    Sabotage(
+        "public-number-with-a-rate-of-ones-own",
+        NEIGHBOURS,
+        "        if neighbours == ZERO_OUT:\n            raise",
+        "        if False:\n            raise",
+        (f"{RELATIONS}::test_what_is_refused_does_not_tell_the_number_of_records",),
+    ),
+    Sabotage(
+        "old-plans-are-add-or-remove",
+        NEIGHBOURS,
+        "if is_old(plan) else dict(plan)",
+        "if False else dict(plan)",
+        (f"{RELATIONS}::test_a_state_of_before_there_were_relations_is_taken",),
+    ),
+    Sabotage(
+        "default-delta-of-one-over-n",
+        "defaults.py",
+        "min(1e-5, 1 / (10 * records))",
+        "min(1e-5, 1 / records)",
+        (f"{RELATIONS}::test_the_default_delta_is_a_tenth_of_one_over_n_or_less",),
+    ),
+    Sabotage(
         "calibrated-for-another-rate",
         "planning.py",
-        "chosen_delta, batch / dataset_size, noises",
-        "chosen_delta, batch / (2 * dataset_size), noises",
+        "drawn.delta, drawn.sample_rate, noises",
+        "drawn.delta, drawn.sample_rate / 2, noises",
         ("tests/test_private.py::test_spent_grows_with_the_ledger_up_to_the_promise",),
     ),
     Sabotage(
         "calibrated-for-fewer-steps",
         "planning.py",
-        "noises = schedule.noise_schedule(total)",
-        "noises = schedule.noise_schedule(max(1, total - 1))",
+        "noises = schedule.noise_schedule(drawn.steps)",
+        "noises = schedule.noise_schedule(max(1, drawn.steps - 1))",
         ("tests/test_private.py::test_spent_grows_with_the_ledger_up_to_the_promise",),
     ),
     Sabotage(

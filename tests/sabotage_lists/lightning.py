@@ -23,8 +23,8 @@ SABOTAGES = (
     Sabotage(
         "lightning-epochs-without-their-limit",
         LENGTH,
-        "if per_epoch == whole_epoch and (steps",
-        "if (steps",
+        "if neighbours == ZERO_OUT and per_epoch == whole_epoch and (steps",
+        "if neighbours == ZERO_OUT and (steps",
         ("tests/integrations/test_lightning.py::test_the_budget_covers_what_the_trainer_is_set_to",),
     ),
     Sabotage(

@@ -82,7 +82,7 @@ SABOTAGES = (
     Sabotage(
         "ranks-may-have-other-records",
         PRIVATE,
-        "        refuse_other_records(ranks, fetch.once, plan.dataset_size)\n",
+        "        refuse_other_records(ranks, fetch.once, fetch.size)\n",
         "",
         (f"{PARALLEL}::test_ranks_have_the_same_records",),
     ),

@@ -116,9 +116,9 @@ SABOTAGES = (
     Sabotage(
         "large-delta-unnoticed",
         "planning.py",
-        "if note := large_delta_note(delta, dataset_size):",
+        "if note := large_delta_note(plan.delta, plan.population):",
         'if note := "":',
-        ("tests/test_misuse.py::test_a_delta_above_one_over_n_is_warned_of",),
+        ("tests/test_neighbours.py::test_a_delta_above_a_tenth_of_one_over_n_is_warned_of",),
     ),
     Sabotage(
         "statistic-not-named-in-the-promise",

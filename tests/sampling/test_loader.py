@@ -109,7 +109,9 @@ def memberships(request: pytest.FixtureRequest) -> tuple[float, Tensor]:
     """The rate, and who is in which batch, [draw, record] of zeros and ones."""
     sampler = PoissonSampler(noise_source("seeded", 1), SIZE, request.param / SIZE)
     members = torch.zeros(DRAWS, SIZE, dtype=torch.float64)
-    for draw, (records,) in enumerate(PrivateLoader(fetcher(numbered(SIZE), {}), sampler, DRAWS, Indifferent())):
+    for draw, (records,) in enumerate(
+        PrivateLoader(fetcher(numbered(SIZE), {}), sampler, DRAWS, Indifferent(), request.param)
+    ):
         members[draw, records] = 1.0
     return sampler.rate, members
 

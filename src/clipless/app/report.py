@@ -1,5 +1,6 @@
 """What the files of a run say: what it promised, what it has spent, and what in them is not private."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from clipless.accounting import Ledger, Spent
 from clipless.errors import DamagedFile, InvalidArgument
 from clipless.runs.contradictions import broken_promise, contradicted_field
+from clipless.neighbours import OLD_NOTE, is_old, with_relation
 from clipless.runs.ledger_file import LedgerFile, read_ledger
 from clipless.runs.run_folder import RunFolder
 
@@ -31,7 +33,17 @@ class RunReport:
 
     @property
     def plan(self) -> dict[str, Any]:
-        return dict(self.file.plan if self.file else self.record["plan"])
+        """The plan, with the neighbouring relation that was accounted even if an earlier version stored another."""
+        return with_relation(self._stored_plan)
+
+    @property
+    def _stored_plan(self) -> Mapping[str, Any]:
+        return self.file.plan if self.file else self.record["plan"]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know about the plan."""
+        return [OLD_NOTE] if self.private and is_old(self._stored_plan) else []
 
     @property
     def ledger(self) -> Ledger:

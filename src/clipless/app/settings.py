@@ -18,12 +18,12 @@ class TrainingSettings:
     """The settings of a training run.
 
     `clipping` is a name, a text such as `dc-p(percentile=0.3)`, or "none", which trains without privacy; `epsilon`, `delta`
-    and `accountant` are then unused. `delta=None` means N**-1.1, `lr=None` the optimizer's default, `seed=None` randomness
-    from the operating system, `noise=None` secure noise, or seeded noise if there is a seed. A `noise_multiplier` replaces
-    `epsilon`. `momentum` (of sgd) and `weight_decay` are the optimizer's own unless given. `averaging` is the decay of a
-    moving average of the weights, which is tested and saved in place of the last ones; 0 means none. The model is tested
-    after every `test_every` epochs and at the end. `loss` names a function `package.module:function` of (output, y) that
-    returns one loss for each record; None is the task's own.
+    and `accountant` are then unused. `delta=None` means min(1e-5, 1/(10 N)), `lr=None` the optimizer's default, `seed=None`
+    randomness from the operating system, `noise=None` secure noise, or seeded noise if there is a seed. A `noise_multiplier`
+    replaces `epsilon`. `momentum` (of sgd) and `weight_decay` are the optimizer's own unless given. `averaging` is the decay
+    of a moving average of the weights, which is tested and saved in place of the last ones; 0 means none. The model is
+    tested after every `test_every` epochs and at the end. `loss` names a function `package.module:function` of (output, y)
+    that returns one loss for each record; None is the task's own.
     """
 
     model: str = "mlp"

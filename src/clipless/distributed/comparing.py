@@ -18,20 +18,26 @@ PLAIN = (bool, int, float, str, tuple, list, Tensor, type(None))
 
 
 def facts(
-    model: nn.Module, optimizer: Optimizer, plan: Mapping[str, object], seed: int | None, **settings: object
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Mapping[str, object],
+    records: int,
+    seed: int | None,
+    allow_overspend: bool,
 ) -> dict[str, str]:
     """Versions, plan, settings, optimizer, and the model: its parameters and buffers, their types, and the contents of what
-    is not sharded. The seed is told by its digest alone."""
+    is not sharded. The seed is told by its digest alone, and a number of records that is not in the plan is compared under
+    a name whose values are not shown."""
     found = {
         "the version of clipless": clipless.__version__,
         "the version of torch": torch.__version__,
         "the version of numpy": np.__version__,
         "the version of Python": platform.python_version(),
-        "the length of the data set": str(plan["dataset_size"]),
+        "the number of records" if plan["dataset_size"] is None else "the length of the data set": str(records),
         "the seed": hashlib.sha256(str(seed).encode()).hexdigest(),
     }
     found |= {f"the plan's {name}": _shown(value) for name, value in plan.items()}
-    found |= {name: _shown(value) for name, value in settings.items()}
+    found["allow_overspend"] = str(allow_overspend)
     found["the optimizer"] = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     found |= {f"the optimizer's group {number}": own for number, own in enumerate(optimizer_settings(optimizer))}
     state = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}

@@ -26,8 +26,9 @@ Arrived = Callable[[Sequence[int]], None]
 MESSAGE = 512
 MOST_TOLD = 200
 BUCKET = 8 * 2**20
-# Facts that are compared by digest only: the digests mean nothing to a reader and should not appear in a log.
-UNSHOWN = ("the seed", "the content of")
+# Facts whose values are not shown: digests, which mean nothing to a reader and should not appear in a log, and a number of
+# records that is secret.
+UNSHOWN = ("the seed", "the content of", "the number of records")
 # For each group the one that `Ranks.apart` made beside it.
 _APART: "WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]]" = WeakKeyDictionary()
 

@@ -43,8 +43,8 @@ def refuse_other_records(ranks: Alone | Ranks, fetch: Callable[[Tensor], Any], s
     compared = [place for place, found in zip(differing, zip(*steady, strict=True), strict=True) if all(found)]
     if compared:
         raise InvalidArgument(
-            f"the ranks do not have the same records: record {numbers[compared[0]]} is another one on another rank, so "
-            "that one record could be in a batch twice. Every rank needs the whole data set, in the same order: split and "
+            "the ranks do not have the same records: one record is another one on another rank, so that it could "
+            "be in a batch twice. Every rank needs the whole data set, in the same order: split and "
             "shuffle it with the same seed on every rank, and do not divide it among them, since make_private does."
         )
     if len(differing) == len(numbers) and ranks.rank == 0:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clipless.errors import DamagedFile, InvalidArgument
+from clipless.neighbours import with_relation
 from clipless.runs.durable_files import replace_file
 from clipless.runs.journal import Journal
 from clipless.runs.ledger_file import LedgerFile, read_ledger
@@ -127,7 +128,7 @@ class RunFolder:
                 f"{self.ledger} has steps, and the checkpoint beside it is missing: the run cannot go on. Choose another "
                 "folder; what this run spent stays spent."
             )
-        if found.plan != json.loads(json.dumps(plan)):
+        if with_relation(found.plan) != json.loads(json.dumps(plan)):
             raise InvalidArgument(
                 f"the run in {self.path} was interrupted before its first step, with another plan: give the same arguments "
                 "again, or choose another folder."

@@ -24,9 +24,10 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Fetcher(Protocol):
-    """Turns record numbers into collated data."""
+    """Turns the numbers of records, which are below `size`, into collated data."""
 
     dataset: Dataset[Any]
+    size: int
     collate_fn: Collate
 
     def __call__(self, parts: Iterator[Tensor], first_draw: int) -> Iterator[Any]: ...
@@ -54,7 +55,7 @@ class MemoryFetcher:
 
     def __init__(self, dataset: Dataset[Any], rows: Callable[[Tensor], Any]) -> None:
         self.dataset, self.collate_fn = dataset, default_collate
-        self._rows = rows
+        self.size, self._rows = len(dataset), rows  # type: ignore[arg-type]
 
     def __call__(self, parts: Iterator[Tensor], first_draw: int) -> Iterator[Any]:
         return map(self._rows, parts)
@@ -80,7 +81,7 @@ class DataLoaderFetcher:
     """Fetches from any other data set through a DataLoader with the user's workers, collate function and pinned memory."""
 
     def __init__(self, dataset: Dataset[Any], options: Mapping[str, Any]) -> None:
-        self.dataset = dataset
+        self.dataset, self.size = dataset, len(dataset)  # type: ignore[arg-type]
         self.collate_fn: Collate = options.get("collate_fn") or default_collate
         self._feed = _Feed()
         self._dims: BatchDims = None
@@ -196,8 +197,8 @@ def _sized(dataset: object) -> Dataset[Any]:
         raise InvalidType(f"dataset must be a Dataset: wrap your {type(dataset).__name__} in a TensorDataset.")
     if _columns(dataset):
         raise InvalidType(
-            f"a {type(dataset).__name__} of {len(dataset)} arrays holds columns, and a data set holds records: "  # type: ignore[arg-type]
-            "give torch.utils.data.TensorDataset(x, y)."
+            f"a {type(dataset).__name__} of arrays holds columns, and a data set holds records: give "
+            "torch.utils.data.TensorDataset(x, y)."
         )
     if len(dataset) == 0:  # type: ignore[arg-type]
         raise InvalidArgument("the data set is empty: there is nothing to train on.")

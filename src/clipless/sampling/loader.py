@@ -96,7 +96,14 @@ class PrivateLoader:
     the sampling would not be that of the plan.
     """
 
-    def __init__(self, fetch: Fetcher, sampler: PoissonSampler, steps_per_pass: int, listener: BatchListener) -> None:
+    def __init__(
+        self,
+        fetch: Fetcher,
+        sampler: PoissonSampler,
+        steps_per_pass: int,
+        listener: BatchListener,
+        expected_batch: int,
+    ) -> None:
         self.draws = 0
         self._passes = 0
         self._handed_out = 0
@@ -107,6 +114,7 @@ class PrivateLoader:
         self._sampler = sampler
         self._steps_per_pass = steps_per_pass
         self._listener = listener
+        self._expected_batch = expected_batch
 
     @property
     def dataset(self) -> Dataset[Any]:
@@ -121,7 +129,7 @@ class PrivateLoader:
     @property
     def batch_size(self) -> int:
         """The expected number of records in a batch."""
-        return round(self._sampler.rate * self._sampler.size)
+        return self._expected_batch
 
     def __len__(self) -> int:
         return self._steps_per_pass

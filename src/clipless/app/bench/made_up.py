@@ -65,7 +65,7 @@ def private_steps(problem: Problem, data: MadeUp, clipping: Clipping) -> Runner:
         optimizer,
         DataLoader(data, batch_size=problem.batch, collate_fn=collate),
         noise_multiplier=NOISE_MULTIPLIER,
-        delta=1 / (2 * len(data)),
+        delta=1 / (10 * len(data)),
         steps=MANY_STEPS,
         clipping=clipping,
     )

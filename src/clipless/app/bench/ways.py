@@ -71,7 +71,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Ten
         optimizer,
         TensorDataset(x, y),
         noise_multiplier=NOISE_MULTIPLIER,
-        delta=1 / (2 * len(x)),
+        delta=1 / (10 * len(x)),
         batch_size=len(x),
         steps=MANY_STEPS,
         clipping=clipping,

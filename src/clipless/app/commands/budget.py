@@ -106,7 +106,9 @@ def _delta(delta: float | None, dataset_size: int | None) -> float:
     if delta is not None:
         return delta
     if dataset_size is None:
-        raise InvalidArgument("--delta is missing: choose one well below 1 / N, or give --dataset-size for N ** -1.1.")
+        raise InvalidArgument(
+            "--delta is missing: choose at most 1 / (10 N), or give --dataset-size N for the default."
+        )
     if not 1 <= dataset_size <= arguments.MOST_STEPS:
         raise InvalidArgument(f"--dataset-size is {dataset_size}: give the number of training records.")
     return defaults.delta(dataset_size)

@@ -81,6 +81,8 @@ def _show(found: _Found) -> None:
         output.show_note(f"The run in {reading.path} was trained without privacy: nothing in it is private.")
         return
     output.show_table(f"Run in {reading.path}", _as_rows(reading, spent))
+    for note in reading.notes:
+        output.show_note(note)
     for name, why in reading.not_private().items():
         output.show_note(f"Not private: {name}, {why}.")
 
@@ -102,7 +104,8 @@ def _as_rows(reading: RunReport, spent: Spent) -> dict[str, str]:
     head = {"run": reading.file.run, "head": reading.file.head} if reading.file else {}
     return {
         "state": reading.progress,
-        "promised": f"({output.short(plan['epsilon'])}, {output.short(plan['delta'])})-DP, {plan['neighbouring']}",
+        "promised": f"({output.short(plan['epsilon'])}, {output.short(plan['delta'])})-DP",
+        "neighbours": plan["neighbouring"],
         **_spent_rows(spent),
         **{f"{kind} events": str(count) for kind, count in others.items()},
         **(_search_rows(plan["tuning"]) if "tuning" in plan else _run_rows(plan, spent)),
@@ -114,11 +117,16 @@ def _as_rows(reading: RunReport, spent: Spent) -> dict[str, str]:
 def _run_rows(plan: dict[str, Any], spent: Spent) -> dict[str, str]:
     return {
         "steps": f"{spent.steps} of {plan['steps']}",
-        "batches": f"{plan['sampling']}, {plan['expected_batch']} expected of {plan['dataset_size']}",
+        "batches": f"{plan['sampling']}, {plan['expected_batch']} expected{_of_size(plan)}",
         "clipping": "; ".join(_clipping_row(phase) for phase in plan["clipping"].get("phases", [plan["clipping"]])),
         "noise": f"multiplier {plan['noise_multiplier']:.4g}, source {plan['noise']}",
         **({"norms": f"estimated by {plan['projections']} random projections"} if "projections" in plan else {}),
     }
+
+
+def _of_size(plan: dict[str, Any]) -> str:
+    size = plan["dataset_size"]
+    return f" (rate {plan['sample_rate']:.4g})" if size is None else f" of {size}"
 
 
 def _clipping_row(clipping: dict[str, Any]) -> str:
@@ -152,5 +160,6 @@ def _as_record(found: _Found) -> dict[str, Any]:
             "position": len(file.entries) if file else None,
             "head": file.head if file else None,
         },
+        "notes": reading.notes,
         "not_private": reading.not_private(),
     }

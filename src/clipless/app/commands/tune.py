@@ -139,7 +139,7 @@ def _told_if_stopped(folder: Path) -> Iterator[None]:
 def _large_delta_told_once() -> Iterator[None]:
     """Suppress the warning of every run about a large delta; the command shows it once, in its notes."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="delta=.* is above 1/N")
+        warnings.filterwarnings("ignore", message="delta=.* is above 1/")
         yield
 
 

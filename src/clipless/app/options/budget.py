@@ -22,5 +22,7 @@ class QuestionGroup:
         float | None, typer.Option(help="Probability that a record is in a batch, instead of the two sizes.")
     ] = None
     steps: Annotated[int | None, typer.Option(help="Number of steps, instead of epochs.")] = None
-    delta: Annotated[float | None, typer.Option(help="Default: N ** -1.1 when --dataset-size N is given.")] = None
+    delta: Annotated[
+        float | None, typer.Option(help="Default: min(1e-5, 1 / (10 N)) when --dataset-size N is given.")
+    ] = None
     accountant: AccountantOption = defaults.ACCOUNTANT

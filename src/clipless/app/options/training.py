@@ -59,7 +59,10 @@ AveragingOption = Annotated[
     ),
 ]
 DeltaOption = Annotated[
-    float | None, typer.Option(help="Default: N ** -1.1 for N training records.", rich_help_panel=PRIVACY_PANEL)
+    float | None,
+    typer.Option(
+        help="Default: 1e-5, or 1 / (10 N) for N training records if that is smaller.", rich_help_panel=PRIVACY_PANEL
+    ),
 ]
 LearningRateOption = Annotated[
     float | None,

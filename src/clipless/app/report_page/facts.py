@@ -74,8 +74,10 @@ def configuration(reading: RunReport) -> FactRows:
     )
     if reading.private:
         plan = reading.plan
-        rows["training records"] = MarkedText(f"{plan['dataset_size']:,}", PUBLIC, SIZE)
+        size = plan["dataset_size"]
+        rows["training records"] = MarkedText("secret") if size is None else MarkedText(f"{size:,}", PUBLIC, SIZE)
         names = (
+            "neighbours",
             "sampling",
             "expected_batch",
             "sample_rate",
@@ -117,7 +119,7 @@ def warnings(reading: RunReport) -> list[str]:
     """What weakens the promise of this run."""
     if not reading.private:
         return ["Trained without privacy: nothing in this run is private."]
-    found = []
+    found = list(reading.notes)
     if reading.torn:
         found.append(
             "The last line of the ledger is torn: the run was cut off while writing it. It counts as one more step."

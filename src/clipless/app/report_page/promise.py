@@ -76,12 +76,20 @@ def promise(reading: RunReport, spent: Spent) -> dict[str, list[Sentence]]:
 def _protected(reading: RunReport) -> Sentence:
     data = reading.record.get("data")
     name = f" of the data set {data}" if data else ""
+    size = reading.plan["dataset_size"]
+    count = (
+        [MarkedText(f"Each training record{name}. How many there are is secret")]
+        if size is None
+        else [
+            MarkedText(f"Each training record{name}, of which there are"),
+            MarkedText(f"{size:,}", PUBLIC, SIZE),
+        ]
+    )
     return [
-        MarkedText(f"Each training record{name}, of which there are"),
-        MarkedText(f"{reading.plan['dataset_size']:,}", PUBLIC, SIZE),
+        *count,
         MarkedText(
-            ". A record is one row of the data. A person with several rows is protected less: with k rows, epsilon is k "
-            "times as large, and delta grows even faster."
+            ". A record is one row of the data. A person with several rows is protected less: with k rows, epsilon is at "
+            "most k times as large, at a delta that is at most k·e^((k-1)ε) times as large."
         ),
     ]
 
@@ -108,8 +116,7 @@ def _attacker(reading: RunReport) -> Sentence:
 
 def _promised(reading: RunReport, spent: Spent) -> Sentence:
     kind = f"({rounded_up(spent.epsilon)}, {rounded_up(spent.delta)})-differential privacy"
-    change = "adding or removing one record" if "add or remove" in reading.plan["neighbouring"] else ""
-    relation = f"Two data sets are neighbours if they differ by {change or reading.plan['neighbouring']}. "
+    relation = f"Which data sets are neighbours: {reading.plan['neighbouring']}. "
     if math.isinf(spent.epsilon):
         return [MarkedText("Nothing: the epsilon of what this run released is infinite.")]
     return [

@@ -95,6 +95,8 @@ def stored(folder: Path, cell: GridRun) -> dict[str, Any] | None:
         return None
     record = read_json(path)
     settings = asdict(TrainingSettings()) | (record.get("settings") or {})  # a setting added later had its default
+    if settings["delta"] is None and cell.settings.delta is not None:
+        settings["delta"] = record.get("delta")  # what the default was then
     same = settings == asdict(cell.settings) and record.get("data", cell.data) == cell.data
     return record if same else None
 

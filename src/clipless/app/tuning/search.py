@@ -12,6 +12,7 @@ from clipless.app.training import TrainingSettings, train
 from clipless.app.training.settings import optimizer_for
 from clipless.app.tuning.candidates import shape_of, varied
 from clipless.errors import Interrupted, InvalidArgument, Misuse
+from clipless.neighbours import RELATIONS, ZERO_OUT
 
 SCORE = (
     "accuracy on the test records. They decide which run is released and the guarantee does not cover them: it is for "
@@ -43,7 +44,8 @@ class Search:
             "epsilon": self.price.epsilon,
             "delta": self.price.delta,
             "accountant": self.price.accountant,
-            "neighbouring": "add or remove one record",
+            "neighbours": ZERO_OUT,
+            "neighbouring": RELATIONS[ZERO_OUT],
             "dataset_size": len(self.data.train),
             "steps": max(sum(count for _, count in run) for run in self.runs),
             "tuning": self.describe(),
@@ -82,7 +84,7 @@ def plan_search(
     """Price a search and check that every candidate can be trained; spends nothing.
 
     Every candidate gets the noise at which choosing among all of them stays within the total (`epsilon`, `delta`); its own
-    epsilon and delta are not used. `delta=None` means N**-1.1.
+    epsilon and delta are not used. `delta=None` means min(1e-5, 1/(10 N)).
     """
     if not candidates:
         raise InvalidArgument("there is no candidate: give at least one value to try.")

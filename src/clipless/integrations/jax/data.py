@@ -33,13 +33,14 @@ def padded_size(records: int, rows: int) -> int:
 
 
 class ArrayFetcher:
-    """Indexes a pytree of arrays in main memory. Every batch has a multiple of `rows` rows: its records, then zeros.
+    """Indexes a pytree of arrays in main memory, which have `size` records. Every batch has a multiple of `rows` rows: its
+    records, then zeros.
 
     `finite` says of the last batch fetched which rows have only finite numbers.
     """
 
-    def __init__(self, arrays: Any, rows: int) -> None:
-        self.arrays, self.rows = arrays, rows
+    def __init__(self, arrays: Any, rows: int, size: int) -> None:
+        self.arrays, self.rows, self.size = arrays, rows, size
         self.dataset: Any = arrays
         self.collate_fn: Any = None
         self.finite = np.ones(0, bool)
@@ -81,9 +82,14 @@ class ArrayLoader(PrivateLoader):
     """Poisson batches as pytrees of padded arrays; `microbatches(n)` gives parts of exactly n rows."""
 
     def __init__(
-        self, fetch: ArrayFetcher, sampler: PoissonSampler, steps_per_pass: int, listener: BatchListener
+        self,
+        fetch: ArrayFetcher,
+        sampler: PoissonSampler,
+        steps_per_pass: int,
+        listener: BatchListener,
+        expected_batch: int,
     ) -> None:
-        super().__init__(fetch, sampler, steps_per_pass, listener)
+        super().__init__(fetch, sampler, steps_per_pass, listener, expected_batch)
         self._arrays, self._usual = fetch, fetch.rows
 
     def _batches(self, steps: int, split: Split) -> Iterator[Parts]:
@@ -105,7 +111,7 @@ def in_memory(data: Any) -> tuple[Any, int]:
         )
     counts = {len(leaf) for leaf in leaves}
     if len(counts) > 1:
-        raise InvalidArgument(f"the arrays have different numbers of rows, {sorted(counts)}: one row is one record.")
+        raise InvalidArgument("the arrays have different numbers of rows: one row is one record.")
     (size,) = counts
     if not size:
         raise InvalidArgument("the data set is empty: there is nothing to train on.")

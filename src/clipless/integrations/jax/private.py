@@ -47,6 +47,8 @@ def make_private(
     steps: int | None = None,
     clipping: str | Clipping | Schedule = "auto-s",
     accountant: str = "pld",
+    neighbours: str = "zero-out",
+    sample_rate: float | None = None,
     noise: str | None = None,
     seed: int | None = None,
     allow_overspend: bool = False,
@@ -69,6 +71,8 @@ def make_private(
         raise InvalidArgument("noise='device' is for torch: here noise is made in main memory, so leave noise unset.")
     plan = make_plan(
         dataset_size=size,
+        neighbours=neighbours,
+        sample_rate=sample_rate,
         batch_size=batch_size,
         epochs=epochs,
         steps=steps,
@@ -82,7 +86,7 @@ def make_private(
         loss_reduction="mean",
         noise=chosen_noise(noise, seed),
     )
-    fetch = ArrayFetcher(arrays, usual_rows(plan.expected_batch, size))
+    fetch = ArrayFetcher(arrays, usual_rows(plan.expected_batch, plan.population), size)
     return PrivateGradients(parameters, plan, fetch, noise_source(noise, seed), allow_overspend)
 
 
@@ -104,8 +108,8 @@ class PrivateGradients(SavedGradients):
         self._blocks: list[list[Tensor]]
         self._statistic: Tensor | None
         self._begin(None)
-        sampler = PoissonSampler(source, plan.dataset_size, plan.sample_rate)
-        self.loader = ArrayLoader(fetch, sampler, plan.steps_per_pass, self)
+        sampler = PoissonSampler(source, fetch.size, plan.sample_rate)
+        self.loader = ArrayLoader(fetch, sampler, plan.steps_per_pass, self, plan.expected_batch)
 
     def transformation(self) -> optax.GradientTransformation:
         """From per-example gradients of the open batch to private gradients. Its `update` runs outside jit: it adds noise in

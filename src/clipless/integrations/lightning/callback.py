@@ -103,7 +103,9 @@ class PrivateTraining(Callback):
         self._saved = None
         source = trainer.fit_loop._data_source
         find, parts = _source(source), trainer.accumulate_grad_batches
-        self._batches = PoissonBatches(find, parts, lambda loader: run_length(trainer, loader, parts))
+        self._batches = PoissonBatches(
+            find, parts, lambda loader: run_length(trainer, loader, parts, self.privacy.neighbours)
+        )
         source.instance = self._batches
         self._metrics = trainer.fit_loop.epoch_loop._results = Withheld(self._log_not_private)
 

@@ -6,8 +6,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from clipless import defaults
 from clipless.errors import InvalidArgument, Misuse
+from clipless.neighbours import ZERO_OUT, pass_length
 from clipless.sampling.fetching import source_of
 
 
@@ -34,20 +34,21 @@ class RunLength:
         return DataLoader(data, batch_size=self.expected_batch, **options)
 
 
-def run_length(trainer: Trainer, loader: DataLoader[Any], parts: int) -> RunLength:
-    """The length of the run that this Trainer is set to. Raises if it has no end, or if a limit would cut a batch."""
+def run_length(trainer: Trainer, loader: DataLoader[Any], parts: int, neighbours: str = ZERO_OUT) -> RunLength:
+    """The length of the run that this Trainer is set to. Raises if it has no end, or if a limit would cut a batch. Where the
+    number of records is secret, an epoch has all steps."""
     data, batch_size, _ = source_of(loader)
     if batch_size is None:
         raise InvalidArgument(
             "the DataLoader has no batch_size: give it one, the expected number of records in a batch."
         )
     expected, records = batch_size * parts, len(data)  # type: ignore[arg-type]
-    if expected > records:
+    if expected > records and neighbours == ZERO_OUT:
         raise InvalidArgument(
             f"batch_size={batch_size} times accumulate_grad_batches={parts} is more than the {records} records: lower one "
             "of them."
         )
-    whole_epoch = defaults.steps_per_pass(records, expected)
+    whole_epoch = pass_length(neighbours, records, expected, trainer.max_steps)
     per_epoch = _limited(trainer.limit_train_batches, whole_epoch, parts)
     shape = expected, whole_epoch, parts
     epochs, steps = trainer.max_epochs, trainer.max_steps
@@ -55,7 +56,7 @@ def run_length(trainer: Trainer, loader: DataLoader[Any], parts: int) -> RunLeng
         raise InvalidArgument("training without end has no budget: give Trainer(max_epochs=...) or max_steps=.")
     if epochs is None or epochs == -1:
         return RunLength(*shape, None, steps)
-    if per_epoch == whole_epoch and (steps == -1 or steps >= epochs * per_epoch):
+    if neighbours == ZERO_OUT and per_epoch == whole_epoch and (steps == -1 or steps >= epochs * per_epoch):
         return RunLength(*shape, epochs, None)
     total = epochs * per_epoch if steps == -1 else min(steps, epochs * per_epoch)
     return RunLength(*shape, None, total)

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
-from clipless import defaults
 from clipless.errors import InvalidArgument, InvalidType, MissingLibrary, Misuse
 from clipless.gradients import Kernels
 from clipless.integrations.transformers.losses import REMEDY, decoder_inputs, record_losses, split_labels
@@ -18,6 +17,7 @@ from clipless.integrations.transformers.own_loss import refuse_other_loss
 from clipless.integrations.transformers.padding import refuse_unmasked_padding
 from clipless.integrations.transformers.settings import refuse_settings, warn_of_training_records
 from clipless.integrations.transformers.turns import Turn, Turns, loader_of
+from clipless.neighbours import pass_length
 from clipless.privacy import Privacy
 from clipless.private import Private, make_private
 from clipless.sampling.fetching import source_of
@@ -99,7 +99,7 @@ class PrivateTrainer(Trainer):
             raise InvalidArgument("training requires a train_dataset: give one to PrivateTrainer.")
         self._records = self._record_loader(self.get_total_train_batch_size(self.args))
         data, batch, _ = source_of(self._records)
-        steps = defaults.steps_per_pass(len(data), batch)  # type: ignore[arg-type]
+        steps = pass_length(self.privacy.neighbours, len(data), batch, self.args.max_steps)  # type: ignore[arg-type]
         self._turns = Turns(steps, self.args.gradient_accumulation_steps, self._train_batch_size)
         return loader_of(self._turns)
 
@@ -122,9 +122,11 @@ class PrivateTrainer(Trainer):
         )
 
     def num_examples(self, dataloader: Any) -> int:
-        """The number of records."""
-        turns = isinstance(dataloader.dataset, Turns)
-        return len(self.train_dataset) if turns else super().num_examples(dataloader)
+        """The number of records; in training, where it is secret, the one that the expected batch and the rate suggest."""
+        if not isinstance(dataloader.dataset, Turns):
+            return super().num_examples(dataloader)
+        rate = self.privacy.sample_rate
+        return len(self.train_dataset) if rate is None else round(self.get_total_train_batch_size(self.args) / rate)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """None in training: no loss is divided by a number that depends on other records."""
