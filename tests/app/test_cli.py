@@ -22,7 +22,7 @@ from clipless.app.training.saving import Saving
 from commanding import run_main
 
 QUICK = ["train", "--model", "linear", "--epochs", "2", "--batch-size", "256"]
-RUN = ["--dataset-size", "60000", "--batch-size", "600", "--epochs", "10", "--delta", "1e-5"]
+RUN = ["--dataset-size", "60000", "--batch-size", "600", "--epochs", "10", "--delta", "1e-6"]
 ENVIRONMENT = os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
 
 
@@ -144,19 +144,21 @@ def test_budget_answers_both_questions_consistently() -> None:
     assert noise["sample_rate"] == 0.01
     back = json.loads(in_process("budget", "--noise-multiplier", str(noise["noise_multiplier"]), *RUN, "--json"))
     assert back["epsilon"] == pytest.approx(2.0, rel=0.01)
-    rate = ["--sample-rate", "0.01", "--steps", "1000", "--delta", "1e-5", "--json"]
+    rate = ["--sample-rate", "0.01", "--steps", "1000", "--delta", "1e-6", "--json"]
     same = json.loads(in_process("budget", "--noise-multiplier", str(noise["noise_multiplier"]), *rate))
     assert same == back
 
 
 def test_budget_equals_the_library() -> None:
     answer = json.loads(in_process("budget", "--noise-multiplier", "1.1", *RUN, "--accountant", "rdp", "--json"))
-    assert answer["epsilon"] == clipless.epsilon(1.1, 0.01, 1000, 1e-5, accountant="rdp")
+    assert answer["epsilon"] == clipless.epsilon(1.1, 0.01, 1000, 1e-6, accountant="rdp")
 
 
 def test_budget_delta_defaults_to_the_size_of_the_data() -> None:
-    options = ["--noise-multiplier", "1", "--dataset-size", "1000", "--batch-size", "100", "--steps", "10", "--json"]
-    assert json.loads(in_process("budget", *options))["delta"] == pytest.approx(1000**-1.1)
+    for size, delta in (("1000", 1e-5), ("20000", 5e-6)):
+        options = ["--noise-multiplier", "1", "--dataset-size", size, "--batch-size", "100", "--steps", "10", "--json"]
+        answer = json.loads(in_process("budget", *options))
+        assert (answer["delta"], answer["notes"]) == (delta, [])
 
 
 @pytest.mark.parametrize(("accountant", "approximate"), [("gdp", True), ("pld", False), ("rdp", False)])
@@ -167,14 +169,14 @@ def test_budget_marks_the_approximation(accountant: str, approximate: bool) -> N
     assert json.loads(in_process(*options, "--json"))["approximation"] == approximate
 
 
-@pytest.mark.parametrize(("delta", "large"), [("0.002", True), ("1e-5", False)])
-def test_budget_warns_of_a_delta_above_one_over_n(delta: str, large: bool) -> None:
+@pytest.mark.parametrize(("delta", "large"), [("0.0002", True), ("1e-4", False)])
+def test_budget_warns_of_a_delta_above_a_tenth_of_one_over_n(delta: str, large: bool) -> None:
     options = ["budget", "--epsilon", "3", "--dataset-size", "1000", "--batch-size", "100", "--steps", "10"]
     options += ["--delta", delta]
     result = CliRunner().invoke(app, options, catch_exceptions=False)
-    assert (" ".join(result.stderr.split()).count("is above 1/N for N=1000") == 1) == large
+    assert (" ".join(result.stderr.split()).count("is above 1/(10 N) for N=1000") == 1) == large
     notes = json.loads(in_process(*options, "--json"))["notes"]
-    assert ["delta below 1/N" in note for note in notes] == [True] * large
+    assert ["delta up to 1/10000" in note for note in notes] == [True] * large
 
 
 @pytest.mark.parametrize("size", ["1" + "0" * 400, "10"])
@@ -274,7 +276,7 @@ def test_report_says_what_was_promised_and_spent(run: Path) -> None:
     assert report["ledger"] == {"state": report["ledger"]["state"], "torn": False, **record["ledger_file"]}
     assert report["not_private"] == record["not_private"]
     table = in_process("report", str(run))
-    for fragment in ("finished", "12 of 12", "add or remove one record", "auto-s", "source seeded", "whole"):
+    for fragment in ("finished", "12 of 12", "zero-out", "auto-s", "source seeded", "whole"):
         assert fragment in table
 
 

@@ -123,12 +123,12 @@ def test_a_grid_file_without_a_list_is_refused(tmp_path: Path) -> None:
     assert "nothing to try" in str(result.exception)
 
 
-@pytest.mark.parametrize(("delta", "large"), [("0.002", True), ("1e-5", False)])
-def test_a_dry_run_warns_once_of_a_delta_above_one_over_n(delta: str, large: bool) -> None:
+@pytest.mark.parametrize(("delta", "large"), [("8e-5", True), ("6e-5", False)])
+def test_a_dry_run_warns_once_of_a_delta_above_a_tenth_of_one_over_n(delta: str, large: bool) -> None:
     shown = in_process(*QUICK, "--dry-run", "--delta", delta)[1]
-    assert " ".join(shown.split()).count("is above 1/N for N=1437") == large
+    assert " ".join(shown.split()).count("is above 1/(10 N) for N=1437") == large
     notes = json.loads(in_process(*QUICK, "--dry-run", "--delta", delta, "--json")[0])["notes"]
-    assert ["delta below 1/N" in note for note in notes] == [True] * large
+    assert ["delta up to 1/14370" in note for note in notes] == [True] * large
 
 
 @pytest.mark.parametrize(

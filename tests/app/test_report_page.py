@@ -103,7 +103,7 @@ def test_the_page_says_what_is_promised(runs: Path, command: Any) -> None:
     text = page.all("body")[0]["text"]
     plan = json.loads((runs / "dc/run.json").read_text())["plan"]
     for words in (
-        "adding or removing one record",
+        "zero-out: one record is replaced by an empty one",
         "17.82 %",
         "-differential privacy",
         "guesses right",
@@ -114,7 +114,7 @@ def test_the_page_says_what_is_promised(runs: Path, command: Any) -> None:
     rows = page.rows()
     pld, rdp = (float(re.findall(r"[\d.]+", rows[f"epsilon spent, by {name}"])[-1]) for name in ("pld", "rdp"))
     assert pld < rdp == pytest.approx(plan["epsilon"], rel=0.01)
-    assert f"({rdp}, 0.0003364)-differential privacy" in text
+    assert f"({rdp}, 1e-05)-differential privacy" in text
     assert json.loads((runs / "dc/run.json").read_text())["ledger_file"]["head"] in text
     assert "2.13" in rows["torch"]
     assert "(approximation" not in text
