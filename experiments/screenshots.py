@@ -24,7 +24,7 @@ COLUMNS = 90
 COMMANDS = {
     "train": ("clipless train --epochs 20 --out run", 0),
     "report": ("clipless report run", 0),
-    "budget": ("clipless budget --epsilon 3 --dataset-size 60000 --batch-size 2048 --epochs 40 --delta 1e-5", 0),
+    "budget": ("clipless budget --epsilon 3 --dataset-size 60000 --batch-size 2048 --epochs 40", 0),
     "refused": ("clipless train --clipping auto", 2),
 }
 UNSEEN = (

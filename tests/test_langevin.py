@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 import clipless
@@ -43,7 +44,7 @@ def sampler(**options: Any) -> clipless.PosteriorSampler:
     }  # fmt: skip
     model = Mean()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # delta above 1/N
+        warnings.simplefilter("ignore")  # delta above 1/(10 N)
         return clipless.sgld(model, TensorDataset(observations()), **{**given, **options})
 
 
@@ -73,6 +74,48 @@ def test_the_samples_have_the_law_of_the_tempered_posterior(temperature: str | f
     assert abs(float(scores.mean())) < 4.5 / math.sqrt(independent)
     assert abs(float(scores.square().mean()) - 1) < 4.5 * math.sqrt(2 / independent)
     chain.detach()
+
+
+def antisymmetric(model: nn.Module, outputs: int, threshold: float) -> tuple[float, float]:
+    """Of the Jacobian of 20 records' clipped gradients: the length of its antisymmetric part over that of the symmetric one,
+    and the share of records that are clipped."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(20, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(outputs, (20,), generator=generator)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    sizes = [shape.numel() for shape in shapes.values()]
+
+    def loss(weights: Tensor, one: Tensor, label: Tensor) -> Tensor:
+        parts = zip(shapes.items(), weights.split(sizes), strict=True)
+        named = {name: part.view(shape) for (name, shape), part in parts}
+        logits = functional_call(model, named, (one,))
+        return F.cross_entropy(torch.cat([torch.zeros_like(logits), logits]) if outputs == 2 else logits, label)
+
+    def gradients(weights: Tensor) -> tuple[Tensor, Tensor]:
+        own = vmap(grad(loss), (None, 0, 0))(weights, x, y)
+        factors = RULES["abadi"](own.norm(dim=1), torch.tensor(threshold, dtype=own.dtype))
+        return factors @ own, factors
+
+    start = torch.cat([p.detach().flatten() for p in model.parameters()])
+    jacobian = jacrev(lambda weights: gradients(weights)[0])(start)
+    share = float((gradients(start)[1] < 1).double().mean())
+    return float((jacobian - jacobian.T).norm() / (jacobian + jacobian.T).norm()), share
+
+
+def test_only_without_clipping_is_there_a_law_to_sample() -> None:
+    """A density exp(-U/tau) belongs to a drift that is a gradient, whose Jacobian is symmetric. One output is special."""
+    torch.manual_seed(0)
+    softmax, logistic = nn.Linear(4, 3, bias=False).double(), nn.Linear(4, 1, bias=False).double()
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    for model, outputs in ((softmax, 3), (logistic, 2), (network, 3)):
+        assert antisymmetric(model, outputs, 1e3) == pytest.approx((0.0, 0.0), abs=1e-12)
+    clipped = {
+        name: antisymmetric(m, n, 0.5) for name, m, n in (("s", softmax, 3), ("l", logistic, 2), ("n", network, 3))
+    }
+    assert min(share for _, share in clipped.values()) > 0.3
+    assert clipped["l"][0] < 1e-12
+    assert clipped["s"][0] > 0.03
+    assert clipped["n"][0] > 0.1
 
 
 def test_the_papers_listing_is_a_temperature_of_half_the_records() -> None:
@@ -250,6 +293,25 @@ def test_projections_and_schedules_of_rules_fit() -> None:
     assert chain.spent().epsilon > clipless.epsilon(chain.plan.noise_multiplier, 12 / 60, 40, 1e-5)
     assert len(chain.samples) == 4
     chain.detach()
+
+
+@pytest.mark.parametrize("asked", [{"step_size": 0.02}, {"epsilon": 2.0}], ids=["step size", "budget"])
+@pytest.mark.parametrize("temperature", ["posterior", "paper-tempered", 0.3])
+def test_a_secret_number_of_records_is_replaced_by_what_rate_and_batch_suggest(
+    asked: dict[str, float], temperature: str | float
+) -> None:
+    """Of 60 records, and of 59 and 10: the numbers are those of 60 public ones at the same rate."""
+    public = small(temperature=temperature, **asked)
+    secret = {"neighbours": "add-remove", "sample_rate": 12 / 60}
+    for size in (60, 59, 10):
+        chain = small(data=dataset(size), temperature=temperature, **asked, **secret)
+        assert chain.langevin.stddev == pytest.approx(public.langevin.stddev, rel=1e-12)
+        assert chain.step_size == pytest.approx(public.step_size, rel=1e-12)
+        assert chain.plan.noise_multiplier == pytest.approx(public.plan.noise_multiplier, rel=1e-12)
+        assert chain.plan.dataset_size is None
+        assert chain.optimizer.param_groups[0]["weight_decay"] == pytest.approx(1 / 60)
+    with pytest.raises(InvalidArgument, match="leave sample_rate= out"):
+        small(**asked, sample_rate=0.2)
 
 
 def test_a_data_loader_gives_the_batch_size() -> None:

@@ -230,7 +230,9 @@ def test_what_one_rank_does_alone_and_may_not(said: Any, what: str) -> None:
         assert recorded == steps_taken
 
 
-OTHER_RECORDS = r"InvalidArgument: the ranks do not have the same records: one record is another one.*with the same seed"
+OTHER_RECORDS = (
+    r"InvalidArgument: the ranks do not have the same records: one record is another one.*with the same seed"
+)
 RECORDS = {
     "split by each rank": OTHER_RECORDS,
     "divided": OTHER_RECORDS,

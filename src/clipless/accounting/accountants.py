@@ -79,7 +79,8 @@ def epsilon(
     accountant: str = defaults.ACCOUNTANT,
     projections: int | None = None,
 ) -> float:
-    """What `steps` steps of DP-SGD spend at `delta`, for adding or removing one record, with Poisson batches.
+    """What `steps` steps of DP-SGD spend at `delta`, with Poisson batches, for one record that becomes empty, or, at a rate
+    that does not follow from the number of records, for one that is added or removed.
 
     "pld" (tight) and "rdp" are upper bounds. "gdp" is an approximation that can under-report. Numbers too small or too
     large to compute with are refused: `clipless.arguments` has the limits. `projections` are those of `gradients="jl"`.

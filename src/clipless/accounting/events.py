@@ -1,4 +1,8 @@
-"""What private training releases, as data. The neighbouring relation is add-or-remove one record."""
+"""What private training releases, as data.
+
+What it costs holds for one record that becomes empty, or, at a rate that does not follow from the number of records, for one
+that is added or removed.
+"""
 
 import math
 from collections.abc import Mapping
