@@ -28,6 +28,8 @@ from clipless.app.training import Saving, train
 from clipless.errors import CliplessError, Interrupted, InvalidArgument
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "results"
+STORED = results_page.stored_results(RESULTS)
 SMALL = """
 title = "Digits"
 source = "no paper"
@@ -131,6 +133,23 @@ def test_a_run_stored_before_a_setting_existed_counts(small: Configuration, fold
     for settings, counts in ((older, True), (older | {"averaging": 0.5}, False), ({}, False)):
         running.write_record(tmp_path / running.RUNS / f"{cell.stem}.json", record | {"settings": settings})
         assert (running.stored(tmp_path, cell) is not None) == counts
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_stored_runs_have_the_delta_that_their_experiment_states(name: str) -> None:
+    """None follows from a default, which may change."""
+    known, content = configurations()[name], STORED[name]
+    assert {run["delta"] for run in content["runs"] if run["private"]} == {known.settings["delta"]}
+
+
+@pytest.mark.parametrize("name", ["auto-gamma", "auto-grid", "dc-ablations", "unit-gradients"])
+def test_runs_stored_before_their_delta_was_stated_still_count(name: str, tmp_path: Path) -> None:
+    known = configurations()[name]
+    assert {run["settings"]["delta"] for run in STORED[name]["runs"]} == {None}
+    running.take_over(RESULTS / f"{name}.json", tmp_path, known.cells())
+    assert len(running.finished(known, tmp_path, known.cells())) == len(known.cells())
+    changed = replace(known, settings={**known.settings, "delta": 1e-5})
+    assert not running.finished(changed, tmp_path, changed.cells())
 
 
 def test_a_grid_that_was_interrupted_goes_on(small: Configuration, folder: Path, tmp_path: Path) -> None:

@@ -157,6 +157,26 @@ def test_many_records_are_added_in_float64() -> None:
     assert abs(total - size * float(np.float32(0.1))) < 0.02
 
 
+def test_a_secret_number_of_records_is_nowhere_in_the_run() -> None:
+    """Losses without a gradient: what is released is the noise. Nor does the padding tell how many records there are."""
+    seen = []
+    for size in (SIZE, SIZE - 1, 9):
+        data = tuple(np.asarray(column) for column in records(size))
+        run, optimizer, state, params = run_of(data, neighbours="add-remove", sample_rate=0.2)
+        rows, updates = [], []
+        for x, _ in run.loader:
+            rows.append(len(x))
+            nothing = jax.tree_util.tree_map(lambda leaf, x=x: jnp.zeros((len(x), *leaf.shape)), params)
+            update, state = optimizer.update(nothing, state, params)
+            updates.append([leaf.tolist() for leaf in jax.tree_util.tree_leaves(update)])
+        public = run.plan.to_dict(), str(run.plan), len(run.loader), run.loader.batch_size, run.epochs, run.spent()
+        seen.append((public, rows, updates))
+    assert seen[0] == seen[1] == seen[2]
+    assert (run.plan.dataset_size, run.plan.sample_rate) == (None, 0.2)
+    with pytest.raises(InvalidArgument, match="leave sample_rate= out"):
+        run_of(sample_rate=0.2)
+
+
 def test_nothing_is_shown_if_the_event_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run, optimizer, state, params = run_of()
     run.save_to(tmp_path / "ledger.jsonl")

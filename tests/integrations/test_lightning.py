@@ -237,6 +237,28 @@ def test_the_budget_covers_what_the_trainer_is_set_to(options: dict[str, Any], s
     assert callback.private.steps_taken == callback.private.plan.steps == steps
 
 
+@pytest.mark.parametrize("options", [{"max_epochs": -1}, {"max_epochs": 1}, {"accumulate_grad_batches": 2}], ids=str)
+def test_a_secret_number_of_records_does_not_decide_the_length(options: dict[str, Any], tmp_path: Path) -> None:
+    seen = []
+    for size in (RECORDS, RECORDS - 1, 6):
+        callback = PrivateTraining(
+            privacy(neighbours="add-remove", sample_rate=0.25), ledger=tmp_path / f"{size}.jsonl"
+        )
+        fitted = trainer(tmp_path, callback, **({"max_steps": 5} | options))
+        fitted.fit(Classifier(), DataLoader(records(size), batch_size=BATCH))
+        assert callback.private is not None
+        plan = callback.private.plan
+        seen.append((plan.to_dict(), fitted.num_training_batches, fitted.current_epoch, fitted.global_step))
+    assert seen[0] == seen[1] == seen[2]
+    assert (plan.dataset_size, plan.steps, callback.private.steps_taken) == (None, 5, 5)
+
+
+def test_epochs_have_no_length_where_the_number_of_records_is_secret(tmp_path: Path) -> None:
+    callback = PrivateTraining(privacy(neighbours="add-remove", sample_rate=0.25))
+    with pytest.raises(clipless.InvalidArgument, match="give max_steps= in place of epochs"):
+        trainer(tmp_path, callback, max_epochs=2).fit(Classifier(), loader())
+
+
 def test_bfloat16_autocast_trains(tmp_path: Path) -> None:
     torch.manual_seed(1)
     module, callback = fit(tmp_path, module=RecordClassifier(), precision="bf16-mixed", max_steps=3, max_epochs=-1)

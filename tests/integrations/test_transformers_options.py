@@ -205,3 +205,30 @@ def test_a_callback_that_takes_a_batch_for_itself_is_refused(tmp_path: Path) -> 
     with pytest.raises(clipless.Misuse, match="not stepped"):
         private.train()
     assert private.private.spent().steps == 1
+
+
+def test_a_secret_number_of_records_is_nowhere_in_the_run(tmp_path: Path) -> None:
+    """Plan, length of an epoch, what is logged but times, and the ledger's plan are the same with one record less."""
+    privacy = clipless.Privacy(**hf.PLAN, neighbours="add-remove", sample_rate=0.2)
+    seen = []
+    for size in (hf.SIZE, hf.SIZE - 1):
+        folder = tmp_path / str(size)
+        private = trainer(folder, PROBLEM, privacy=privacy, train_dataset=PROBLEM.records[:size])
+        output = private.train()
+        logged = [
+            {k: v for k, v in entry.items() if "second" not in k and "runtime" not in k}
+            for entry in private.state.log_history
+        ]
+        metrics = {
+            k: v for k, v in output.metrics.items() if "second" not in k and "runtime" not in k and "loss" not in k
+        }
+        plan, loader = private.private.plan, private.get_train_dataloader()
+        read = clipless.read_ledger(folder / "ledger.jsonl")
+        epochs = (private.state.max_steps, private.state.num_train_epochs, private.state.epoch)
+        seen.append((plan, read.plan, logged, metrics, len(loader), private.num_examples(loader), epochs))
+    assert seen[0][0] == seen[1][0]
+    assert str(seen[0][1:]) == str(seen[1][1:])
+    assert (plan.dataset_size, plan.sample_rate, plan.expected_batch, plan.steps) == (None, 0.2, 8, 3)
+    epochs_alone = trainer(tmp_path, PROBLEM, privacy=privacy, settings={"max_steps": -1, "num_train_epochs": 1})
+    with pytest.raises(clipless.InvalidArgument, match="give max_steps= in place of epochs"):
+        epochs_alone.train()
