@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from accounting.dp_events import dp_event
 from clipless import arguments
-from clipless.accounting import ACCOUNTANTS, StepEvent, epsilon, pld, rdp
+from clipless.accounting import ACCOUNTANTS, StepEvent, composition, epsilon, noise_multiplier, pld, rdp
 from clipless.accounting.accountants import Accountant
 from clipless.accounting.composition import Total, epsilon_at
 from clipless.accounting.pld import MAX_POINTS, _direction
@@ -311,6 +311,32 @@ def test_pld_is_tight_at_tiny_rates(problem):
     noise, rate, steps, delta = problem
     finer, _ = _direction((Release(rate, noise, steps),), delta, removing=True, points=8 * MAX_POINTS)
     assert epsilon(*problem) <= (1.01 if steps < 5_000_000 else 1.045) * finer
+
+
+def test_pld_is_within_two_percent_at_the_worst_that_was_found(monkeypatch):
+    """The figures of docs/budget.md, up to a million steps: against a grid 32 times as fine."""
+    noise, rate, steps, delta = 0.28, 0.0024, 34_000, 5e-4
+    coarse = epsilon(noise, rate, steps, delta)
+    for module, name in ((pld, "MAX_POINTS_COMPOSED"), (pld, "POINTS_PER_STDDEV"), (composition, "MAX_WINDOW")):
+        monkeypatch.setattr(module, name, 32 * getattr(module, name))
+    finer, _ = _direction((Release(rate, noise, steps),), delta, removing=True, points=32 * MAX_POINTS)
+    assert (coarse, finer) == pytest.approx((204.5, 200.8), abs=0.05)
+    assert 1.018 < coarse / finer < 1.019
+
+
+def test_rdp_can_be_eighty_times_the_truth_at_tiny_rates():
+    found, truth = (epsilon(0.8, 1e-6, 1_000_000, 1e-12, name) for name in ("rdp", "pld"))
+    assert (found, truth) == pytest.approx((1.04, 0.0126), rel=0.01)
+    assert found > 80 * truth
+
+
+@pytest.mark.parametrize(("rows", "times"), [(2, 2.15), (4, 4.75)])
+def test_a_person_with_k_rows_is_protected_k_times_less_at_a_larger_delta_only(rows, times):
+    """The figures of docs/epsilon.md. With full batches, k rows move the sum k times as far."""
+    noise = noise_multiplier(1.0, 1e-5, 1.0, 1)
+    one = epsilon(noise, 1.0, 1, 1e-5)
+    assert epsilon(noise / rows, 1.0, 1, 1e-5) / one == pytest.approx(times, abs=0.01)
+    assert epsilon(noise / rows, 1.0, 1, 1e-5 * math.expm1(rows * one) / math.expm1(one)) <= rows * one
 
 
 def test_a_series_that_does_not_converge_is_charged_as_a_full_batch(monkeypatch):

@@ -32,7 +32,7 @@ LARGEST_INDEX = 2.0**60
 
 
 def pld_epsilon(releases: tuple[Release, ...], delta: float) -> float:
-    """Epsilon by privacy loss distributions: an upper bound, exact for full batches, within about 1 % elsewhere.
+    """Epsilon by privacy loss distributions: an upper bound, exact for full batches, within about 2 % elsewhere.
 
     At rates below 1e-3 it can be up to 4 % too large beyond a million steps; with more than `FEW` kinds of steps, which
     get fewer points, up to 8 % before and 26 % beyond. docs/budget.md has the figures.
