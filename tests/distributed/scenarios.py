@@ -146,6 +146,7 @@ def refusals(rank: int, group: Any) -> dict[str, str]:
         "seed on one": tried(seed=1 if rank else None),
         "noise": tried(noise_multiplier=1.0 + rank),
         "length": tried(data=shorter),
+        "secret length": tried(data=shorter, neighbours="add-remove", sample_rate=0.2),
         "parameters": tried(network(bias=rank == 0)),
         "clipping": tried(clipping="abadi" if rank else "auto-s"),
         "optimizer": tried(lr=0.1 + rank),

@@ -139,6 +139,7 @@ REFUSED = {
     "seed on one": r"the seed differs between rank 0 and rank 1\.",
     "noise": r"the plan's epsilon differs between rank 0 and rank 1 \(0\.\d+, 0\.\d+\)",
     "length": r"the length of the data set differs .*\(60, 59\)",
+    "secret length": r"the number of records differs between rank 0 and rank 1\. ",
     "parameters": r"the plan's groups differs",
     "clipping": r"the plan's clipping differs",
     "optimizer": r"the optimizer's group 0 differs .*'lr': 0\.1.*'lr': 1\.1",

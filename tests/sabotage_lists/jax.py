@@ -8,6 +8,13 @@ FORMS = "tests/integrations/test_jax_sums.py::test_every_rule_has_a_form_that_ag
 
 SABOTAGES = (
     Sabotage(
+        "jax-pads-to-a-secret-number",
+        "integrations/jax/private.py",
+        "usual_rows(plan.expected_batch, plan.population)",
+        "usual_rows(plan.expected_batch, size)",
+        ("tests/integrations/test_jax.py::test_a_secret_number_of_records_is_nowhere_in_the_run",),
+    ),
+    Sabotage(
         "jax-record-without-its-factor",
         SUMS,
         'jnp.einsum("b,b...->...", share[group].astype(wide), kept,',

@@ -80,6 +80,13 @@ SABOTAGES = (
         (f"{PARALLEL}::test_what_the_model_is_wrapped_in_is_refused_by_name",),
     ),
     Sabotage(
+        "secret-number-shown-by-a-rank",
+        "distributed/comparing.py",
+        '"the number of records" if plan["dataset_size"] is None else "the length',
+        '"the length',
+        (f"{PARALLEL}::test_what_differs_is_refused_by_name",),
+    ),
+    Sabotage(
         "ranks-may-have-other-records",
         PRIVATE,
         "        refuse_other_records(ranks, fetch.once, fetch.size)\n",
