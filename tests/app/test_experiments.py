@@ -152,6 +152,15 @@ def test_runs_stored_before_their_delta_was_stated_still_count(name: str, tmp_pa
     assert not running.finished(changed, tmp_path, changed.cells())
 
 
+def test_a_papers_large_delta_is_not_warned_of_in_every_run(small: Configuration, tmp_path: Path) -> None:
+    cell = small.cells()[0]
+    large = replace(cell, settings=replace(cell.settings, delta=1e-2))
+    with pytest.warns(UserWarning, match=r"is above 1/\(10 N\) for N=1437"):
+        train(load("digits"), large.settings, group=False)
+    running.run_cell(large, None, str(tmp_path), resume=False)  # a warning would be an error here
+    assert running.stored(tmp_path, large) is not None
+
+
 def test_a_grid_that_was_interrupted_goes_on(small: Configuration, folder: Path, tmp_path: Path) -> None:
     class Stopped(Exception):
         pass
