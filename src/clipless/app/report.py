@@ -7,8 +7,8 @@ from typing import Any
 
 from clipless.accounting import Ledger, Spent
 from clipless.errors import DamagedFile, InvalidArgument
-from clipless.runs.contradictions import broken_promise, contradicted_field
 from clipless.neighbours import OLD_NOTE, is_old, with_relation
+from clipless.runs.contradictions import broken_promise, contradicted_field
 from clipless.runs.ledger_file import LedgerFile, read_ledger
 from clipless.runs.run_folder import RunFolder
 
