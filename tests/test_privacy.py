@@ -20,7 +20,8 @@ def test_the_record_has_the_privacy_arguments_of_make_private_with_its_defaults(
     assert all(of_make_private[name].default == value for name, value in ours.items())
     rest = {name for name, parameter in of_make_private.items() if parameter.kind == parameter.KEYWORD_ONLY} - set(ours)
     assert rest == {
-        "batch_size", "epochs", "steps", "loss_reduction", "unit_gradients", "kernels", "check", "group",
+        "batch_size", "epochs", "steps", "micro_batch", "memory", "loss_reduction", "unit_gradients", "kernels", "check",
+        "group",
     }  # fmt: skip
 
 

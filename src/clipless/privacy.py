@@ -14,7 +14,9 @@ from clipless.neighbours import ZERO_OUT, refuse_unclear_rate
 from clipless.noise import chosen_noise
 from clipless.phases import Schedule, as_schedule, schedule
 
-_OF_THE_RUN = ("batch_size", "epochs", "steps", "loss_reduction", "unit_gradients", "kernels", "check", "group")
+_OF_THE_RUN = (
+    "batch_size", "epochs", "steps", "micro_batch", "memory", "loss_reduction", "unit_gradients", "kernels", "check", "group",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

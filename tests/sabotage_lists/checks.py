@@ -221,7 +221,7 @@ SABOTAGES = (
     Sabotage(
         "preflight-spreads-a-sum-as-a-mean",
         CHECKING,
-        "(loss if averaged else loss / max(rows, 1)).expand(rows)",
+        '(loss if loss_reduction == "mean" else loss / max(rows, 1)).expand(rows)',
         "loss.expand(rows)",
         (f"{PROMISES}::test_check_accepts_a_loss_for_the_batch_that_is_what_it_is_said_to_be",),
     ),
