@@ -180,7 +180,7 @@ class Engine:
             known = {*map(id, micro.anchors), *map(id, given), *self._reachable}
             refuse_foreign_leaves(graph.leaves, known, micro.check is not None, function)
             if micro.check is not None and micro.check.forward_passes:
-                micro.check.seed_losses(losses)
+                micro.check.seed_losses(losses, once=micro.whole is not None)
                 if micro.whole is not None:
                     totals: dict[str, Tensor] = {}
                     micro.whole.totals = totals

@@ -1,6 +1,6 @@
 """A function from batch to losses, called again under the circumstances of its first call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -72,12 +72,9 @@ class CallsAgain:
         fits = isinstance(outcome.losses, Tensor) and outcome.losses.shape == (records,)
         return outcome if fits else None
 
-    def noting_half(self, call: Callable[[], CallResult | None]) -> CallResult | None:
-        """A call, and a note of whether it computes with 16 bits."""
-        with _HalfNoted() as noted:
-            outcome = call()
-        self.half |= noted.found
-        return outcome
+    def noting_half(self) -> AbstractContextManager[object]:
+        """Inside, it is noted if a call computes with 16 bits."""
+        return _HalfNoted(self)
 
     def _once(self, batch: Any, calm: bool) -> CallResult:
         drawing: AbstractContextManager[object] = constant_draws() if calm else nullcontext()
@@ -94,12 +91,13 @@ class CallsAgain:
 class _HalfNoted(TorchFunctionMode):
     """Notes whether any operation returns floating-point numbers of 16 bits."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: CallsAgain) -> None:
         super().__init__()
-        self.found = False
+        self._calls = calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
-            self.found |= isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4:
+                self._calls.half = True
         return result

@@ -35,10 +35,11 @@ class RecordsCheck:
         self._positions: Trial | None = None
         self._arrivals: dict[tuple[int, str], int] = {}
 
-    def seed_losses(self, losses: Tensor) -> None:
-        """Run the seeded passes from the losses of the records."""
+    def seed_losses(self, losses: Tensor, once: bool = False) -> None:
+        """Run the seeded passes from the losses of the records. `once`, a single pass, is enough where the records are told
+        apart by other calls as well, unless seeds must name the records of rows."""
         self.at_losses = True
-        self._seeded([losses], [torch.ones_like(losses)], (0,), self._anchors())
+        self._seeded([losses], [torch.ones_like(losses)], (0,), self._anchors(), once)
 
     def add_up(self, losses: Tensor, judged: Tensor | None, totals: dict[str, Tensor]) -> Tensor | None:
         """Add up the gradients of the judged records, unclipped, over all passes; call it after `seed_losses`. Returns the
@@ -157,7 +158,9 @@ class RecordsCheck:
             record = torch.where(record < 0, found, record)
         return record
 
-    def _seeded(self, outputs: list[Tensor], grads: list[Tensor], dims: Dims, anchors: list[Tensor]) -> None:
+    def _seeded(
+        self, outputs: list[Tensor], grads: list[Tensor], dims: Dims, anchors: list[Tensor], once: bool = False
+    ) -> None:
         self._arrivals = {}
         if self._records < 2 or not outputs:
             self._trials = []
@@ -165,6 +168,7 @@ class RecordsCheck:
         kind, device = outputs[0].dtype, outputs[0].device
         self._named = all(dim is not None for dim in dims)
         self._seeds = seed_passes(self._records, kind, device, self._number, naming=self.names_rows)
+        self._seeds = self._seeds[:1] if once and not self.names_rows else self._seeds
         self._trials = [Trial() for _ in self._seeds]
         for seeds, trial in zip(self._seeds, self._trials, strict=True):
             seeded = [_times(grad, seeds, dim) for grad, dim in zip(grads, dims, strict=True)]

@@ -2,12 +2,11 @@
 
 Nothing between the batch and the losses is out of sight here: what the loop keeps from step to step, statistics between
 modules, choices among records, weights from other labels. The function is called again without hooks, from the same random
-state. One half of the records keeps its places while a single record takes all others; the other half is alone, in another
-order; a few records are run one by one, and collated again. Every record must have the loss it had, and the half that is
-alone the gradients that the engine summed for it.
+state: on each half of the records in another order, on a few records one by one, and on a few that are collated again. Every
+record must have the loss it had, and one half the gradients that the engine summed for it.
 
-Random numbers are drawn for the whole batch. So that the same numbers meet the same rows, the number of rows stays where
-they are drawn; fewer rows and another order are then tried in evaluation mode with constants in their place.
+Random numbers are drawn for the whole batch. So that the same numbers meet the same rows, the others are replaced and not
+left out where they are drawn; fewer rows and another order are then tried with constants in their place.
 """
 
 import warnings
@@ -56,10 +55,10 @@ NamedParameters = Mapping[str, nn.Parameter]
 
 
 class Repeated(NamedTuple):
-    """A call on a batch in which half of the records is alone, or has the others' places, and the losses of that half."""
+    """A batch, what a call on it returned, and of that the losses of half of the records, if it is for them."""
 
     batch: Any
-    outcome: CallResult
+    found: CallResult
     losses: Tensor | None
 
 
@@ -85,6 +84,7 @@ class WholeStep:
         self.records, self._number = records, number
         self._half = some_of(records, number)
         self._rows: BatchRows | None = None
+        self._one: Repeated | None = None
         self._losses = torch.zeros(0)
         self.judged: Tensor | None = self._half if records > 1 else None
         self.totals: dict[str, Tensor] | None = None
@@ -121,30 +121,44 @@ class WholeStep:
     # Records stay apart.
 
     def _refuse_mixed(self) -> bool:
-        """One half stays while one of its records takes the places of all others, and a few records are run one by one.
-        Where random numbers are drawn, there are constants for them then, and the other half is alone, too. Returns
-        whether anything could be seen."""
-        half, rows = ~self._half, self._rows
-        if rows is None:
-            self._call.noting_half(partial(self._call.attempt, self._call.batch, self.records))
-            return False
-        batch = self._swapped(rows, half, one=True)
-        outcome = self._call.noting_half(partial(self._call.attempt, batch, self.records))
-        seen = self._of_half(outcome, half, batch) is not None
-        return self._refuse_alone(rows) or seen
+        """One half of the records again, and a few records one by one. Returns whether anything could be seen."""
+        with self._call.noting_half():
+            if self._rows is None:
+                self._call.attempt(self._call.batch, self.records)
+                return False
+            seen = self._half_again(self._rows, ~self._half) is not None
+        return self._refuse_alone(self._rows) or seen
 
-    def _of_half(self, outcome: CallResult | None, half: Tensor, batch: Any) -> Tensor | None:
-        """The losses of half of the records, which have their places in this batch; refused if they are not what they were.
-        None if that cannot be told."""
-        if outcome is None or not outcome.as_many:
+    def _half_again(self, rows: BatchRows, half: Tensor) -> Repeated | None:
+        """Half of the records by itself, in another order; where random numbers are drawn, in its places, with its records
+        in the others' places, so that the same numbers meet it. Refused if it has other losses. None if that cannot be
+        told."""
+        if not self._call.random:
+            kept = half.nonzero()[:, 0]
+            kept = kept[shuffled(len(kept), self._number)]
+            batch = rows.chosen(kept)
+            found = self._call.attempt(batch, len(kept))
+            if found is not None and not found.random:
+                self._compare_records(found.losses, kept, self._swapped(rows, half))
+                return Repeated(batch, found, found.losses)
+        batch, kept = self._swapped(rows, half), half.nonzero()[:, 0]
+        found = self._call.attempt(batch, self.records)
+        if found is None or not found.as_many:
             return None
-        kept = half.nonzero()[:, 0]
-        losses = outcome.losses[kept.to(outcome.losses.device)]
-        expected = self._losses[kept.to(losses.device)]
-        if self._call.random and change(expected, losses.detach()) > DIFFERS and self._draws_depend_on_records():
+        losses = found.losses[kept.to(found.losses.device)]
+        before = self._losses[kept.to(losses.device)]
+        if self._call.random and change(before, losses.detach()) > DIFFERS and self._draws_depend_on_records():
             return None
-        self._compare(expected, losses, messages.depends_on_others, batch, kept)
-        return losses
+        self._compare_records(losses, kept, batch)
+        return Repeated(batch, found, losses)
+
+    def _compare_records(self, losses: Tensor, kept: Tensor, other: Any) -> None:
+        self._compare(self._losses[kept.to(losses.device)], losses, messages.depends_on_others, other, kept)
+
+    def _swapped(self, rows: BatchRows, half: Tensor) -> Any:
+        """The batch with records of one half in the places of the others, one of them in most."""
+        kept, everyone = half.nonzero()[:, 0], torch.arange(self.records)
+        return rows.chosen(torch.where(half, everyone, kept[everyone.div(3, rounding_mode="floor") % len(kept)]))
 
     def _draws_depend_on_records(self) -> bool:
         """Whether the function draws another number of random numbers for other records."""
@@ -156,63 +170,42 @@ class WholeStep:
         return False
 
     def _refuse_alone(self, rows: BatchRows) -> bool:
+        """A few records one by one; where random numbers are drawn, with constants for them, and then half of the records,
+        too. Returns whether that could be seen."""
         calm, expected = self._call.random, self._losses
+        order = shuffled(self.records, self._number)
         if calm:
             base = self._call.attempt(self._call.batch, self.records, calm)
             if base is None or base.random:
                 return False
             expected = base.losses
-        ones = list(shuffled(self.records, self._number)[:FEW].split(1))
-        for chosen in [self._shuffled(), *ones] if calm else ones:
-            alone = self._call.attempt(rows.chosen(chosen), len(chosen), calm)
-            if alone is not None and not alone.random:
+        for chosen in [*order[:FEW].split(1), *([order[self.records // 2 :]] if calm else [])]:
+            batch = rows.chosen(chosen)
+            found = self._call.attempt(batch, len(chosen), calm)
+            if found is not None and not found.random:
                 before = expected[chosen.to(expected.device)]
-                self._compare(before, alone.losses, messages.depends_on_others, None, chosen)
+                self._compare(before, found.losses, messages.depends_on_others, None, chosen)
+                self._one = Repeated(batch, found, None) if not calm else None
         return True
-
-    def _shuffled(self) -> Tensor:
-        """The records of the judged half, in another order."""
-        kept = self._half.nonzero()[:, 0]
-        return kept[shuffled(len(kept), self._number)]
-
-    def _swapped(self, rows: BatchRows, half: Tensor, one: bool = False) -> Any:
-        """The batch with records of one half, or `one` of them, in the places of the others."""
-        kept, everyone = half.nonzero()[:, 0], torch.arange(self.records)
-        others = kept[self._number % len(kept)] if one else kept[everyone % len(kept)]
-        return rows.chosen(torch.where(half, everyone, others))
 
     # Nothing is kept, and no gradient is lost.
 
     def _refuse_kept(self) -> Repeated:
-        """Two more calls on half of the records, or on all if these cannot be told apart: refused if the first returns other
-        losses than at first, or the second others than the first."""
-        repeated = None if self._rows is None else self._half_again(self._rows)
+        """Half of the records again, or all if these cannot be told apart, and one call twice: refused if the losses are
+        others than at first, or if the second call returns others than the first."""
+        repeated = None if self._rows is None else self._half_again(self._rows, self._half)
         if repeated is None:
-            outcome = self._call.attempt(self._call.batch, self.records)
-            if outcome is None:
+            found = self._call.attempt(self._call.batch, self.records)
+            if found is None:
                 raise messages.keeps_state(self._place())
-            self._compare(self._losses, outcome.losses, messages.keeps_state, None, None)
-            repeated = Repeated(self._call.batch, outcome, None)
-        once = repeated.outcome.losses
-        twice = self._call.attempt(repeated.batch, len(once))
-        if twice is None or self._changed(once, twice.losses):
+            self._compare(self._losses, found.losses, messages.keeps_state, None, None)
+            repeated = Repeated(self._call.batch, found, None)
+        once = repeated if self._one is None else self._one
+        with torch.set_grad_enabled(once.found.losses.requires_grad):
+            twice = self._call.attempt(once.batch, len(once.found.losses))
+        if twice is None or self._changed(once.found.losses, twice.losses):
             raise messages.keeps_state(self._where_kept())
         return repeated
-
-    def _half_again(self, rows: BatchRows) -> Repeated | None:
-        if not self._call.random:
-            kept = self._shuffled()
-            batch = rows.chosen(kept)
-            outcome = self._call.attempt(batch, len(kept))
-            if outcome is not None and not outcome.random:
-                expected = self._losses[kept.to(outcome.losses.device)]
-                other = self._swapped(rows, self._half)
-                self._compare(expected, outcome.losses, messages.depends_on_others, other, kept)
-                return Repeated(batch, outcome, outcome.losses)
-        batch = self._swapped(rows, self._half)
-        outcome = self._call.attempt(batch, self.records)
-        losses = self._of_half(outcome, self._half, batch)
-        return None if outcome is None or losses is None else Repeated(batch, outcome, losses)
 
     def _changed(self, once: Tensor, twice: Tensor) -> bool:
         return change(once.detach(), twice.detach()) > (DIFFERS if self._call.half or once.is_cuda else SAME)
@@ -228,7 +221,7 @@ class WholeStep:
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         losses, mask = repeated.losses, None
         if losses is None:
-            losses, mask = repeated.outcome.losses, self.judged
+            losses, mask = repeated.found.losses, self.judged
         elif self.judged is None:
             losses = self._call(self._call.batch).losses
 
@@ -338,11 +331,14 @@ class WholeStep:
 
     @torch.no_grad()
     def _rounding(self) -> float:
-        """How far the losses move when every weight moves by its rounding error; zero if that cannot be told."""
-        base = self._call.attempt(self._call.batch, self.records)
+        """How far the losses move when every weight moves by its rounding error; zero if that cannot be told, as where they
+        move by themselves."""
+        base, again = (self._call.attempt(self._call.batch, self.records) for _ in range(2))
+        if base is None or again is None or self._changed(base.losses, again.losses):
+            return 0.0
         with weights_moved(self._call.model):
             moved = self._call.attempt(self._call.batch, self.records)
-        return 0.0 if base is None or moved is None else change(base.losses, moved.losses)
+        return 0.0 if moved is None else change(base.losses, moved.losses)
 
     @torch.no_grad()
     def _where(self, other: Any, kept: Tensor | None) -> str:
