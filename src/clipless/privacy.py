@@ -15,7 +15,8 @@ from clipless.noise import chosen_noise
 from clipless.phases import Schedule, as_schedule, schedule
 
 _OF_THE_RUN = (
-    "batch_size", "epochs", "steps", "micro_batch", "memory", "loss_reduction", "unit_gradients", "kernels", "check", "group",
+    "batch_size", "epochs", "steps", "micro_batch", "memory", "loss_reduction", "unit_gradients", "kernels", "check",
+    "group",
 )  # fmt: skip
 
 
