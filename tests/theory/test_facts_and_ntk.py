@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipless.theory import facts, ntk, rules
+from clipless.theory.flows import Constants, flow
 
 SMALL = st.integers(-4, 4)
 POSITIVE = st.integers(1, 9).map(lambda n: Fraction(n, 5))
@@ -46,18 +47,38 @@ def test_a1_a_product_has_positive_eigenvalues(h: facts.Matrix, c: tuple[Fractio
     assert np.abs(np.linalg.eigvals(floats(product)).imag).max() < 1e-6
 
 
-def test_a2_a_product_need_not_be_positive() -> None:
-    h, c, e = facts.fact_a2()
+def test_a1_a_product_need_be_neither_symmetric_nor_positive() -> None:
+    h, c, e = facts.fact_a1()
     assert facts.is_positive_definite(h)
+    assert facts.transpose(h) == h
     product = facts.multiply(h, c)
+    assert product == facts.matrix([[1, "1/10"], [1, "1/5"]])
+    assert facts.transpose(product) != product
     assert facts.eigenvalue_signs(product) == (0, 0, 2)
-    assert not facts.is_positive_definite(product)
-    assert facts.quadratic_form(product, e) == Fraction(-107, 100)
+    assert facts.quadratic_form(product, e) == Fraction(-2, 5)
 
 
-@given(first=kernels(), second=kernels(), c=st.tuples(POSITIVE, POSITIVE))
-def test_a3_a_sum_stays_positive(first: facts.Matrix, second: facts.Matrix, c: tuple[Fraction, Fraction]) -> None:
-    assert facts.is_positive_definite(facts.add(facts.scale(first, c[0]), facts.scale(second, c[1])))
+def test_a2_positive_eigenvalues_do_not_make_a_form_positive() -> None:
+    a, e = facts.fact_a2()
+    assert facts.eigenvalue_signs(a) == (0, 0, 2)
+    assert np.sort(np.linalg.eigvals(floats(a))) == pytest.approx([(7 - 3 * 5**0.5) / 2, (7 + 3 * 5**0.5) / 2])
+    assert facts.quadratic_form(a, e) == -1
+
+
+def test_a3_a_positive_form_does_not_make_eigenvalues_real() -> None:
+    a = facts.fact_a3()
+    assert facts.symmetric_part(a) == facts.diagonal([1, 1])
+    assert facts.characteristic_polynomial(a) == (1, -2, 2)
+    assert np.linalg.eigvals(floats(a)) == pytest.approx([1 + 1j, 1 - 1j])
+
+
+@given(a=st.lists(st.lists(SMALL, min_size=3, max_size=3), min_size=3, max_size=3))
+def test_a3_real_parts_are_positive_all_the_same(a: list[list[int]]) -> None:
+    skewed = facts.matrix(a)
+    skewed = facts.add(skewed, facts.scale(facts.transpose(skewed), -1))
+    positive = facts.add(skewed, facts.diagonal([1, 2, 3]))
+    assert facts.is_positive_definite(positive)
+    assert np.linalg.eigvals(floats(positive)).real.min() > 0
 
 
 @pytest.mark.parametrize(
@@ -98,7 +119,7 @@ def test_jacobians_are_finite_differences() -> None:
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("name", ["abadi", "auto-v", "auto-s", "global"])
 def test_outputs_move_by_the_clipped_kernel(name: str, layerwise: bool) -> None:
-    """Theorem 1: one small step along the clipped gradients changes the outputs by −τKe."""
+    """Equation 4.3: one small step along the clipped gradients changes the outputs by −τKe."""
     rule = rules.named_rules(gamma=0.05, cutoff=1.0)[name]
     thresholds = (0.3, 0.5, 0.4) if layerwise else (0.5,)
     jacobians, residuals = NETWORK.jacobians(INPUTS), NETWORK.outputs(INPUTS) - TARGETS
@@ -117,7 +138,7 @@ def test_outputs_move_by_the_clipped_kernel(name: str, layerwise: bool) -> None:
 
 
 def test_signs_of_the_kernel_by_rule() -> None:
-    """Theorems 2 and 4 on a real network: flat keeps eigenvalues positive, global the quadratic form, dropping neither."""
+    """Theorems 1 and 2 on a real network: flat keeps eigenvalues positive, global the quadratic form, dropping neither."""
     jacobians, residuals = NETWORK.jacobians(INPUTS), NETWORK.outputs(INPUTS) - TARGETS
     layers = ntk.kernels(jacobians)
     for name, rule in rules.named_rules(cutoff=1e6).items():
@@ -183,3 +204,44 @@ def test_layerwise_clipping_stands_still_at_a_loss_of_nine() -> None:
     np.testing.assert_allclose(away[-1], there, atol=1e-5)
     flat = ntk.residual_flow(layers, there, rules.abadi, (2.0,), False, times)
     assert 0.5 * (flat[-1] ** 2).sum() < 1e-3
+
+
+NETWORK_OF_THEOREM_4 = ntk.standing_network()
+SOFT = Constants(epsilon=0.2)  # beside √v: with less the flows become stiff as the loss vanishes
+
+
+def test_standing_network_is_the_stationary_point_in_weights() -> None:
+    layers, thresholds, residuals = ntk.stationary_point().arrays()
+    for jacobian, kernel in zip(NETWORK_OF_THEOREM_4.jacobians, layers, strict=True):
+        np.testing.assert_allclose(jacobian @ jacobian.T, kernel, atol=1e-12)
+    np.testing.assert_array_equal(NETWORK_OF_THEOREM_4.residuals(NETWORK_OF_THEOREM_4.start), residuals)
+    field = NETWORK_OF_THEOREM_4.clipped_gradient(NETWORK_OF_THEOREM_4.start, rules.abadi, thresholds, True)
+    np.testing.assert_allclose(field, np.full(8, 0.15**0.5), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["heavy ball", "Nesterov", "Adam", "AdaGrad", "RMSprop"])
+def test_theorem_4_each_optimizer_stands_still_layer_by_layer_and_arrives_otherwise(name: str) -> None:
+    """The clipped gradients sum up to something, and the weights go on, but the loss stays at 9: local, layer by layer."""
+    network = NETWORK_OF_THEOREM_4
+    kinds = {
+        "local, by layer": (rules.abadi, network.thresholds, True),
+        "local, flat": (rules.abadi, (2.0,), False),
+        "global, flat": (rules.global_(20.0), (20.0,), False),
+        "global, by layer": (rules.global_(20.0), (20.0, 20.0), True),
+    }
+    losses = {}
+    for kind, (rule, thresholds, layerwise) in kinds.items():
+
+        def field(
+            w: np.ndarray, rule: rules.ArrayRule = rule, bounds: tuple[float, ...] = thresholds, by: bool = layerwise
+        ) -> np.ndarray:
+            return network.clipped_gradient(w, rule, bounds, by)
+
+        path = flow(name, field, network.start, np.array([5.0, 20.0, 60.0]), SOFT)
+        losses[kind] = 0.5 * (network.residuals(path) ** 2).sum(1)
+        if layerwise and rule is rules.abadi:
+            assert np.linalg.norm(path[-1] - path[-2]) > 10, "the weights move"
+    np.testing.assert_allclose(losses.pop("local, by layer"), 9, rtol=1e-4)
+    for kind, found in losses.items():
+        assert found[2] < 0.05, kind
+        assert (np.diff(found) < 1e-3).all(), kind

@@ -85,7 +85,7 @@ def test_updates_are_those_of_torch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gradient", "heavy ball"])
 def test_noise_vanishes_in_the_flow(name: str) -> None:
-    """Theorem 1: the mean square distance that noise makes over a fixed time falls in proportion to the step; 4,000 runs."""
+    """Fact 4.1: the mean square distance that noise makes over a fixed time falls in proportion to the step; 4,000 runs."""
     squares = []
     for h in (0.04, 0.01):
         clear = descend(name, quadratic, START, round(2 / h), h)[-1]

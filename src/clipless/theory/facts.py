@@ -2,12 +2,11 @@
 
 H stands for a neural tangent kernel, C for the diagonal of clipping factors. What the facts say:
 
-- A.1: HC has positive eigenvalues only (it is similar to C^½HC^½).
-- A.2: HC need not be positive as a quadratic form: eᵀHCe < 0 is possible, and then the loss grows.
-- A.3: a sum of positive definite matrices is positive definite, and stays so with one positive number for each.
+- A.1: HC has positive eigenvalues only (it is similar to C^½HC^½), but need not be symmetric, nor positive as a quadratic
+  form: eᵀHCe < 0 is possible, and then the loss grows.
+- A.2: a matrix whose eigenvalues are all positive may have a negative quadratic form.
+- A.3: a matrix with a positive quadratic form may have eigenvalues that are not real; their real parts are positive.
 - A.4: a sum Σ H_r C_r need not have positive eigenvalues: one can be zero or negative.
-
-The paper may state them in another grouping.
 """
 
 from collections.abc import Iterable, Sequence
@@ -116,16 +115,25 @@ class Layers:
         return total
 
 
-def fact_a2() -> tuple[Matrix, Matrix, tuple[Fraction, ...]]:
-    """H positive definite, C positive and diagonal, and an e with eᵀHCe < 0. The numbers are ours."""
-    return matrix([[1, "9/10"], ["9/10", 1]]), diagonal([1, "1/10"]), (Fraction(1), Fraction(-3))
+def fact_a1() -> tuple[Matrix, Matrix, tuple[Fraction, ...]]:
+    """The paper's H, C and e, with eᵀHCe = −2/5."""
+    return matrix([[1, 1], [1, 2]]), diagonal([1, "1/10"]), (Fraction(1), Fraction(-2))
+
+
+def fact_a2() -> tuple[Matrix, tuple[Fraction, ...]]:
+    """The paper's matrix with the eigenvalues (7 ± 3√5)/2, and an e with eᵀAe = −1."""
+    return matrix([[-1, 3], [-3, 8]]), (Fraction(1), Fraction(0))
+
+
+def fact_a3() -> Matrix:
+    """The paper's matrix with eᵀAe = ‖e‖² and the eigenvalues 1 ± i."""
+    return matrix([[1, 1], [-1, 1]])
 
 
 def fact_a4(corner: Number = "7/9") -> Layers:
-    """Two layers and two records with H₁[1,1] = `corner`: Σ H_r C_r has eigenvalues 0 and 5 at 7/9.
+    """The paper's two layers of two records, with H₁[1,1] = `corner`: Σ H_r C_r has eigenvalues 0 and 5 at 7/9.
 
-    The paper prints 8/9, which gives 0.080 and 5.02; 7/9 gives the zero eigenvalue that the text mentions and 0.7 the
-    negative one. This entry and these eigenvalues are all that we know of its example; the other entries are ours.
+    The paper prints 8/9 for the zero eigenvalue, which gives 0.080 and 5.02. At its 0.7 one is negative, as it says.
     """
-    kernels = (matrix([[corner, 2], [2, 13]]), matrix([[3, 2], [2, 3]]))
-    return Layers(kernels, (diagonal(["9/10", "1/10"]), diagonal(["1/10", "9/10"])))
+    kernels = (matrix([[corner, 2], [2, 7]]), matrix([[3, 2], [2, 2]]))
+    return Layers(kernels, (diagonal(["9/10", "2/5"]), diagonal(["1/10", "3/5"])))

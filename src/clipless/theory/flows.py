@@ -106,7 +106,7 @@ def adagrad_update(field: Field, state: Floats, step: int, h: float, k: Constant
 def rmsprop_speed(field: Field, state: Floats, time: float, k: Constants) -> Floats:
     """ẇ = −∇L/(√v + ε), v̇ = b(∇L² − v)."""
     g = field(state[0])
-    return np.stack([-g / (np.sqrt(state[1]) + k.epsilon), k.second * (g * g - state[1])])
+    return np.stack([-g / (np.sqrt(np.maximum(state[1], 0)) + k.epsilon), k.second * (g * g - state[1])])
 
 
 def rmsprop_update(field: Field, state: Floats, step: int, h: float, k: Constants) -> Floats:

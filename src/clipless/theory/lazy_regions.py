@@ -19,10 +19,9 @@ FARTHEST = 30.0
 
 @dataclass(frozen=True)
 class LogisticBias:
-    """log(1 + exp(−y(θ + x))) with x ~ N(y, 1): the bias of a logistic regression whose weight is 1.
+    """log(1 + exp(−y(θ + x))) with x ~ N(y, 1): the bias of a logistic regression whose weight is 1 (AUTO F.1).
 
     The label of a record alone decides the sign of its gradient, so with balanced labels AUTO-V's sum is zero everywhere.
-    The paper does not print the loss; this one has the region [-2, 2] that it names.
     """
 
     x: Floats
@@ -48,14 +47,14 @@ ScalarProblem = LogisticBias | Mean
 
 
 def logistic_problem(count: int = 10_000, seed: int = 0) -> LogisticBias:
-    """`count` records, half of them y = 1 and half y = −1."""
-    y = np.repeat([1.0, -1.0], count // 2)
+    """`count` records of each class, y = 1 and y = −1."""
+    y = np.repeat([1.0, -1.0], count)
     return LogisticBias(np.random.default_rng(seed).normal(y), y)
 
 
 def mean_problem(count: int = 10_000, seed: int = 0) -> Mean:
-    """Records of ½N(4, 1) + ½N(−4, 1), half from each. (The paper's listing prints the same mean twice.)"""
-    return Mean(np.random.default_rng(seed).normal(np.repeat([4.0, -4.0], count // 2)))
+    """`count` records of each N(4, 1) and N(−4, 1) (AUTO F.2, which prints the same mean twice)."""
+    return Mean(np.random.default_rng(seed).normal(np.repeat([4.0, -4.0], count)))
 
 
 LOGISTIC_RULES: dict[str, ArrayRule] = {"abadi": abadi, "auto-v": auto_v, "auto-s": auto_s(0.01)}

@@ -1,13 +1,15 @@
-"""GLOBAL Theorems 1, 2 and 4: the clipped neural tangent kernel, and what it does to the loss.
+"""GLOBAL Theorems 1 and 2, and the networks of Theorem 4: the clipped neural tangent kernel, and what it does to the loss.
 
 For per-sample losses ½(f_i − y_i)², residuals e = f − y and vanishing steps, outputs follow ḟ = −Ke: K = HC for flat
-clipping and Σ_r H_r C_r layer by layer, with H_r = J_r J_rᵀ. The noise of DP-SGD does not enter (Theorem 1): its variance
+clipping and Σ_r H_r C_r layer by layer, with H_r = J_r J_rᵀ. The noise of DP-SGD does not enter (Fact 4.1): its variance
 over a fixed time goes to zero with the step. The loss changes at the rate −eᵀKe.
 
-- Theorem 2, local flat clipping: K has positive eigenvalues but eᵀKe can be negative, so the loss can grow for a while.
+- Theorem 1, local clipping: flat, K has positive eigenvalues but eᵀKe can be negative, so the loss can grow for a while.
   Layer by layer not even the eigenvalues need be positive, and a stationary point of non-zero loss exists.
-- Theorem 4, global clipping with no record above the cutoff: K = (R/Z)H is positive definite and the loss always falls.
+- Theorem 2, global clipping with no record above the cutoff: K = (R/Z)H is positive definite and the loss always falls.
   A dropped record makes K singular.
+- Theorem 4: the same ends for heavy ball, Nesterov, Adam, AdaGrad and RMSprop (`flows`). The loss goes to zero unless
+  clipping is local and layer by layer; `standing_network` is an example in which none of them gets anywhere.
 """
 
 from dataclasses import dataclass
@@ -159,3 +161,59 @@ def stationary_point() -> Example:
     size = range(3)
     second = [[x[i] * x[j] * 3 / 4 + Fraction(i == j) - e[i] * e[j] / 18 for j in size] for i in size]
     return Example((OPPOSED, matrix(second)), (Fraction(3, 4), Fraction(4)), e)
+
+
+@dataclass(frozen=True)
+class LinearNetwork:
+    """Outputs e = Σ_r J_r w_r − y of layers that are linear in their weights, with constant kernels H_r = J_r J_rᵀ.
+
+    `start` are weights at which the residuals are those of the example that it was made from.
+    """
+
+    jacobians: tuple[Floats, ...]
+    start: Floats
+    thresholds: tuple[float, ...]
+    residuals_at_start: Floats
+
+    def residuals(self, weights: Floats) -> Floats:
+        """The residuals [..., N] of weights [..., p]."""
+        found: Floats = self.residuals_at_start + (weights - self.start) @ np.concatenate(self.jacobians, axis=1).T
+        return found
+
+    def clipped_gradient(
+        self, weights: Floats, rule: ArrayRule, thresholds: tuple[float, ...], layerwise: bool
+    ) -> Floats:
+        """The sum over records of their clipped gradients: the field that an optimizer follows."""
+        e = self.residuals(weights)
+        shares = factors(kernels(list(self.jacobians)), e, rule, thresholds, layerwise)
+        return np.concatenate([j.T @ (share * e) for j, share in zip(self.jacobians, shares, strict=True)])
+
+
+def standing_network() -> LinearNetwork:
+    """`stationary_point` as a network of 3 and 5 weights in which all clipped gradients have entries of one size.
+
+    Any J_r with J_r J_rᵀ = H_r will do for the outputs. Those here also have J₁ᵀC₁e = √0.15·(1, 1, 1) and
+    J₂ᵀC₂e = √0.15·(1, 1, 1, 1, 1). So an optimizer that divides each entry by its own past moves along the same direction
+    as one that does not, J w stands still for all of them, and the loss stays at 9 while the weights go on. The example is
+    ours; the sums of squares, 3·0.15 and 5·0.15, are those of the two kernels' forms.
+    """
+    layers, thresholds, e = stationary_point().arrays()
+    sizes, jacobians = (3, 5), []
+    for kernel, bound, size in zip(layers, thresholds, sizes, strict=True):
+        root = np.linalg.cholesky(kernel)
+        clipped = np.minimum(
+            np.abs(e), bound
+        )  # C_r e: the records' gradients in layer 1 are |e| long, layer 2 clips none
+        before, after = root.T @ clipped, np.full(size, np.sqrt(0.15))
+        jacobians.append(
+            np.column_stack([root, np.zeros((3, size - 3))]) @ _rotation(np.append(before, np.zeros(size - 3)), after)
+        )
+    start = np.zeros(sum(sizes))
+    return LinearNetwork(tuple(jacobians), start, thresholds, e)
+
+
+def _rotation(before: Floats, after: Floats) -> Floats:
+    """An orthogonal Q with Qᵀ·before = after, of equal length: a reflection."""
+    normal = before - after
+    size = float(normal @ normal)
+    return np.eye(len(before)) - (2 * np.outer(normal, normal) / size if size else 0.0)
