@@ -70,8 +70,24 @@ def rates_in_the_long_run() -> Any:
     return figure
 
 
+def bound_over_term() -> Any:
+    """Figure 6: ξ/r + F over the term of order 1/√T, at ξ = 1; on the right the part near zero, with larger ratios."""
+    figure, (left, right) = panels(2)
+    for axes, end, ratios in ((left, 0.02, (1.5, 2.0, 5.0)), (right, 0.001, (1.5, 2.0, 5.0, 10.0, 20.0))):
+        terms = np.linspace(0, end, 800)
+        for number, r in enumerate((0.5, 0.9)):
+            curve(axes, number, terms, 1 / r + terms / least_alignment(r), f"AUTO-V, r = {r:g}")
+        for number, r in enumerate(ratios, 2):
+            curve(axes, number, terms, 1 / r + inverse_measure(terms, r, 1.0, GAMMA), f"AUTO-S, r = {r:g}")
+        axes.axhline(1, color="0.4", linewidth=1, label="ξ")
+        axes.set_ylim(0, 4.5)
+    dress(left, "ξ/r + F, ξ = 1, γ = 0.01", "term, of order 1/√T", "bound on ‖g‖", legend="upper right")
+    dress(right, "near zero", "term, of order 1/√T", "bound on ‖g‖", legend="upper center")
+    return figure
+
+
 def measure_and_inverse() -> Any:
-    """Figure 6: M, its inverse (C.8), and the inverse's concave envelope, at ξ = 1."""
+    """(C.3) and (C.8): M, its inverse, and the inverse's concave envelope, at ξ = 1."""
     figure, (left, middle, right) = panels(3)
     x = np.linspace(0, 10, 400)
     for number, r in enumerate((1.1, 1.5, 2.0, 4.0)):
@@ -104,12 +120,14 @@ def noise_and_stability() -> Any:
 
 
 def alignment_over_noise() -> Any:
-    """Figure 9: f(½, r; Γ) against r, which the paper calls S in its caption, as far as we can tell."""
-    figure, (left,) = panels(1)
-    r = np.linspace(0, 4, 401)
+    """Figure 9: f(½, S; Γ), and its minimum over the angle, against S, the noise of a pair of gradients."""
+    figure, (left, right) = panels(2)
+    s = np.linspace(0, 4, 401)
     for number, gamma in enumerate((0.0, 0.01, 0.1, 0.5, 1.0)):
-        curve(left, number, r, alignment(0.5, r, gamma), f"Γ = {gamma:g}")
-    dress(left, "f(½, r; Γ): what a pair g ± Δ gains", "r = ‖Δ‖/‖g‖", "f")
+        curve(left, number, s, alignment(0.5, s, gamma), f"Γ = {gamma:g}")
+        curve(right, number, s, [least_alignment(float(each), gamma) for each in s], f"Γ = {gamma:g}")
+    dress(left, "f(½, S; Γ): what a pair g ± Δ gains", "S = ‖Δ‖/‖g‖", "f")
+    dress(right, "least f(c, S; Γ) over 0 < c ≤ 1", "S = ‖Δ‖/‖g‖", "f")
     return figure
 
 

@@ -1,6 +1,7 @@
-"""Figures for DC's Theorems 3 and 4 and for GLOBAL's kernels, facts and flows."""
+"""Figures for DC's E(C) and Theorem 3, and for GLOBAL's kernels, facts and flows."""
 
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ RECORDS, DIMENSION, SIGMA = 256, 100_000, 1.0
 
 
 def error_and_bound() -> Any:
-    """E(C) as variance and bias with its minimiser, on norms N(100, 20²); the bound of Theorem 4 over steps."""
+    """E(C) as variance and bias with its minimiser, on norms N(100, 20²); the bounds of Theorem 3 over steps."""
     figure, (left, right) = panels(2)
     norms = np.random.default_rng(0).normal(100, 20, RECORDS).clip(min=0)
     grid = np.linspace(1, 200, 400)
@@ -22,25 +23,23 @@ def error_and_bound() -> Any:
     curve(left, 1, grid, dc.clipping_bias(grid, norms), "clipping, mean (‖g‖ − C)₊²")
     curve(left, 6, grid, dc.expected_error(grid, norms, *parts), "E(C)", linestyle="-")
     best = dc.best_threshold(norms, *parts)
-    left.plot(
-        [best], [dc.expected_error(best, norms, *parts)], marker="*", markersize=13, color="black", linestyle="none"
-    )
-    left.annotate(
-        f"best C = {best:.1f}", (best, float(dc.expected_error(best, norms, *parts))), (best - 20, 14_000), fontsize=8
-    )
-    steps = np.geomspace(10, 1e5, 60)
-    for number, (name, threshold) in enumerate({"best C": best, "C = 20": 20.0, "C = 120": 120.0}.items()):
-        error = float(dc.expected_error(threshold, norms, *parts))
-        curve(right, number, steps, [dc.convergence_bound(1e4, 0.1, t, error) for t in steps], name)
+    least = float(dc.expected_error(best, norms, *parts))
+    left.plot([best], [least], marker="*", markersize=13, color="black", linestyle="none")
+    left.annotate(f"best C = {best:.1f}", (best, least), (best - 20, 14_000), fontsize=8)
+    steps = np.geomspace(10, 1e6, 60)
+    shares = {"p = 0.5": 0.5, "p = 0.9": 0.1, "p = 1, nothing clipped": 0.0}
+    for number, (name, share) in enumerate(shares.items()):
+        bounds = [dc.worst_case_bound(1.0, t**-0.5, t, 1.0, 1.0, share, 1.0, 1000, 256, 256 / 60_000) for t in steps]
+        curve(right, number, steps, bounds, name)
     dress(left, "E(C): 256 norms from N(100, 20²), σ = 1, d = 10⁵", "threshold C", "squared error")
-    dress(right, "bound on the mean of ‖∇L‖², η = 0.1, L₀ − L* = 10⁴", "steps T", "bound", "xy")
+    dress(right, "Theorem 3: bound on the mean of ‖∇L‖², η = 1/√T", "steps T", "bound", "xy")
     return figure
 
 
 def matrix_facts() -> Any:
-    """A.2: directions in which eᵀHCe is negative; A.4: the eigenvalues of Σ H_r C_r over H₁[1,1]."""
+    """A.1: directions in which eᵀHCe is negative; A.4: the eigenvalues of Σ H_r C_r over H₁[1,1]."""
     figure, (left, right) = panels(2)
-    h, c, _ = facts.fact_a2()
+    h, c, _ = facts.fact_a1()
     angles = np.linspace(0, np.pi, 361)
     vectors = np.stack([np.cos(angles), np.sin(angles)])
     for number, (name, exact) in enumerate({"H": h, "HC": facts.multiply(h, c)}.items()):
@@ -58,13 +57,13 @@ def matrix_facts() -> Any:
         y = float(np.interp(x, shown, least))
         right.plot([x], [y], "o", color=COLOURS[1], markersize=6)
         right.annotate(words, (x, y), (5, -14), textcoords="offset points", fontsize=8)
-    dress(left, "A.2: eigenvalues of HC are positive, its form is not", "angle of e in degrees", "quadratic form")
+    dress(left, "A.1: eigenvalues of HC are positive, its form is not", "angle of e in degrees", "quadratic form")
     dress(right, "A.4: a sum of products with H₁[1,1] varied", "H₁[1,1]", "eigenvalue")
     return figure
 
 
 def clipped_kernels() -> Any:
-    """Theorems 2 and 4 on a small network: least eigenvalue and least quadratic form of K over thresholds."""
+    """Theorems 1 and 2 on a small network: least eigenvalue and least quadratic form of K over thresholds."""
     figure, axes = panels(2)
     network = ntk.Network.random((4, 32, 32, 1), seed=3)
     draws = np.random.default_rng(4)
@@ -98,7 +97,7 @@ def clipped_kernels() -> Any:
 
 
 def losses_over_time() -> Any:
-    """Theorem 2: flat clipping at which the loss grows first, layerwise clipping that stands still; Theorem 4: global."""
+    """Theorem 1: flat clipping at which the loss grows first, layerwise clipping that stands still; Theorem 2: global."""
     figure, (left, right) = panels(2)
     layers, thresholds, start = ntk.growing_loss().arrays()
     times = np.linspace(0, 40, 401)
@@ -121,6 +120,27 @@ def losses_over_time() -> Any:
 
 def _losses(axes: Any, number: int, times: Any, residuals: Any, label: str) -> None:
     curve(axes, number, times, 0.5 * (residuals**2).sum(1), label)
+
+
+def losses_by_optimizer() -> Any:
+    """Theorem 4: each optimizer on the network that stands still, under local layerwise, local flat and global clipping."""
+    figure, axes = panels(3)
+    network = ntk.standing_network()
+    kinds = {
+        "local, layer by layer: the loss stays": (rules.abadi, network.thresholds, True),
+        "local, flat": (rules.abadi, (2.0,), False),
+        "global, layer by layer, none dropped": (rules.global_(20.0), (20.0, 20.0), True),
+    }
+    times, soft = np.linspace(0.01, 30, 300), flows.Constants(epsilon=0.2)
+    names = [name for name in flows.OPTIMIZERS if name != "gradient"]
+    for place, (title, (rule, thresholds, layerwise)) in zip(axes, kinds.items(), strict=True):
+        field = partial(network.clipped_gradient, rule=rule, thresholds=thresholds, layerwise=layerwise)
+        for number, name in enumerate(names):
+            path = flows.flow(name, field, network.start, times, soft)
+            curve(place, number, times, 0.5 * (network.residuals(path) ** 2).sum(1), name)
+        place.set_ylim(-0.4, 11)
+        dress(place, title, "time", "loss ½‖e‖²", legend="lower right" if layerwise and rule is rules.abadi else "best")
+    return figure
 
 
 def optimizer_flows() -> Any:

@@ -1,6 +1,6 @@
 """`clipless reproduce theory`: every figure of the theory, and the page that shows them."""
 
-from clipless.app.reproduce import auto_figures, dc_global_figures, rule_figures
+from clipless.app.reproduce import auto_figures, dc_global_figures, histogram_figures, rule_figures
 from clipless.app.reproduce.drawing import Drawing
 
 TITLE = "The theory behind automatic, dynamic and global clipping, drawn by clipless"
@@ -34,8 +34,15 @@ DRAWINGS = (
         auto_figures.bounds_over_steps,
     ),
     Drawing(
-        "auto-06-measure",
+        "auto-06-bound",
         "AUTO fig. 6",
+        "Each ratio r > 1 takes AUTO-S's bound below ξ once the term is small enough, and the larger r, the smaller it must "
+        "be; with AUTO-V r is below 1 and the bound above ξ.",
+        auto_figures.bound_over_term,
+    ),
+    Drawing(
+        "auto-measure",
+        "AUTO (C.3), (C.8)",
         "The gain M of a step is bounded in the gradient's length, so its inverse has a pole, and a concave envelope exists "
         "only for gradients of bounded length.",
         auto_figures.measure_and_inverse,
@@ -57,7 +64,8 @@ DRAWINGS = (
     Drawing(
         "auto-09-alignment",
         "AUTO fig. 9",
-        "What a symmetric pair of gradients gains falls with its noise r, and with the stability constant.",
+        "What a symmetric pair of gradients gains falls with its noise S, at one angle as in the worst one, where without a "
+        "stability constant nothing is left from S = 1 on.",
         auto_figures.alignment_over_noise,
     ),
     Drawing(
@@ -80,32 +88,53 @@ DRAWINGS = (
         auto_figures.laws,
     ),
     Drawing(
+        "dc-02-percentiles",
+        "DC fig. 2",
+        "On a histogram of range 150 DC-P's threshold is within half a bin of the true percentile; noise on the counts "
+        "moves it the further the more bins there are to sum up.",
+        histogram_figures.thresholds_over_percentiles,
+    ),
+    Drawing(
+        "dc-03-errors",
+        "DC fig. 3",
+        "On a histogram of range 120 longer norms are taken for shorter ones, and noise for short ones, so the estimate of "
+        "E(C) is too low at small C; its minimum, a star, is near the true one unless there is much noise on many bins.",
+        histogram_figures.errors_over_thresholds,
+    ),
+    Drawing(
         "dc-error",
-        "DC thm. 3, 4",
-        "The threshold of least expected error balances noise, which grows with C, against what clipping cuts off, and "
-        "gives the least convergence bound.",
+        "DC eq. 3, thm. 3",
+        "The threshold of least expected error balances noise, which grows with C, against what clipping cuts off; in the "
+        "bounds of Theorem 3 more clipping leaves a bias that no number of steps removes.",
         dc_global_figures.error_and_bound,
     ),
     Drawing(
         "global-facts",
-        "GLOBAL facts A.2, A.4",
+        "GLOBAL facts A.1, A.4",
         "A product of a positive definite and a diagonal matrix can have a negative quadratic form, and a sum of such "
         "products a zero or negative eigenvalue.",
         dc_global_figures.matrix_facts,
     ),
     Drawing(
         "global-kernels",
-        "GLOBAL thm. 2, 4",
+        "GLOBAL thm. 1, 2",
         "On a small network only global clipping without dropped records keeps the kernel's quadratic form positive at "
         "every threshold; a dropped record makes it singular.",
         dc_global_figures.clipped_kernels,
     ),
     Drawing(
         "global-losses",
-        "GLOBAL thm. 2, 4",
+        "GLOBAL thm. 1, 2",
         "Under flat local clipping the loss can grow at first, under layerwise clipping it can stall at a non-zero value, "
         "and under global clipping it falls to zero unless a record is dropped.",
         dc_global_figures.losses_over_time,
+    ),
+    Drawing(
+        "global-optimizers",
+        "GLOBAL thm. 4",
+        "What clipping does does not depend on the optimizer: layer by layer all of them can stand still at a loss of 9, "
+        "and with global or flat clipping all arrive.",
+        dc_global_figures.losses_by_optimizer,
     ),
     Drawing(
         "global-flows",
