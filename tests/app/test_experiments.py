@@ -23,7 +23,7 @@ from clipless.app.reproduce import experiment, results_page, running
 from clipless.app.reproduce.choosing import read as read_choice
 from clipless.app.reproduce.configuration import Configuration, Published, configurations, parse
 from clipless.app.reproduce.pictures import PICTURES
-from clipless.app.reproduce.summary import TableLine, interval, lines, markdown
+from clipless.app.reproduce.summary import TableLine, differences, differences_table, interval, lines, markdown
 from clipless.app.training import Saving, train
 from clipless.errors import CliplessError, Interrupted, InvalidArgument
 
@@ -210,7 +210,9 @@ def test_means_intervals_and_published_numbers_stand_side_by_side(small: Configu
     assert [(line.row, len(line.scores)) for line in found] == [("AUTO-S", 2), ("AUTO-S", 2), ("DC-E", 2), ("plain", 2)]
     scores = [100 * one["score"] for one in records if one["row"] == "AUTO-S" and one["point"] == {"epsilon": 8.0}]
     assert found[1].mean == pytest.approx(sum(scores) / 2)
-    assert found[1].interval == pytest.approx(12.7062 * abs(scores[0] - scores[1]) / 2, rel=1e-4)
+    assert found[1].interval is None
+    assert found[1].text == f"{sum(scores) / 2:.2f} ({scores[0]:.2f}, {scores[1]:.2f})"
+    assert interval(scores) == pytest.approx(12.7062 * abs(scores[0] - scores[1]) / 2, rel=1e-4)
     table = markdown(found).splitlines()
     assert "90.50 ± 0.50" in table[3]
     assert "90.50" not in table[2]
@@ -256,7 +258,9 @@ def test_page_and_readme_are_made_of_what_is_stored(
     store = tmp_path / "results"
     store.mkdir()
     stored = json.loads((folder / experiment.RESULTS).read_text())
-    stored["missing_runs"] = 3
+    dropped = [run for run in stored["runs"] if run["row"] == "plain"][:1]
+    other = {**dropped[0], "settings": {**dropped[0]["settings"], "lr": 77.0}}
+    stored["runs"] = [run for run in stored["runs"] if run not in dropped] + [other]
     (store / "small.json").write_text(json.dumps(stored))
     page, readme = tmp_path / "results.md", tmp_path / "README.md"
     readme.write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
@@ -264,7 +268,7 @@ def test_page_and_readme_are_made_of_what_is_stored(
     results_page.write_readme(store, readme)
     text = page.read_text(encoding="utf-8")
     assert "## small: Digits" in text
-    assert "3 of 11 runs of this experiment have not been run." in text
+    assert "1 of 8 runs of this experiment have not been run." in text
     for name in ("bars", "norms"):
         assert f"figures/results/small-{name}.png" in text
         assert (tmp_path / "figures" / "results" / f"small-{name}.png").exists()
@@ -336,9 +340,10 @@ def test_a_row_that_has_the_setting_of_the_axis_by_itself_is_a_point() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scores", "shown", "half"), [((90.0, 92.0), [90.0, 92.0], 0.0), ((90.0, 91.0, 92.0), None, 2.484)]
+    ("scores", "shown", "half"),
+    [((90.0, 91.0, 91.0, 92.0), [90.0, 91.0, 91.0, 92.0], 0.0), ((90.0, 91.0, 91.0, 91.0, 92.0), None, 0.878)],
 )
-def test_curves_of_two_seeds_show_both_and_of_three_the_interval(
+def test_curves_of_four_seeds_show_all_and_of_five_the_interval(
     scores: tuple[float, ...], shown: list[float] | None, half: float
 ) -> None:
     line = TableLine("A", {"epsilon": 1.0}, "accuracy", scores, None, {}, None, None, {})
@@ -417,7 +422,67 @@ def fake(row: str, score: float, **changes: Any) -> dict[str, Any]:
 def test_errors_are_not_shown_in_percent(small: Configuration) -> None:
     table = markdown(lines(small, [fake("plain", 0.5), fake("plain", 0.7)]))
     assert "squared error, ours" in table
-    assert "0.6000 ± 1.2706" in table
+    assert "0.6000 (0.5000, 0.7000)" in table
+
+
+def test_fewer_than_five_seeds_have_no_interval_anywhere(small: Configuration) -> None:
+    scores = [0.5, 0.6, 0.7, 0.9]
+    records = [
+        fake("plain", score, metric="accuracy", settings={"seed": seed}, extra={"ECE": score})
+        for seed, score in enumerate(scores)
+    ]
+    fifth = fake("plain", 0.8, metric="accuracy", settings={"seed": 4}, extra={"ECE": 0.8})
+    few, enough = (markdown(lines(small, found)) for found in (records, [*records, fifth]))
+    assert "±" not in few
+    assert "67.50 (50.00, 60.00, 70.00, 90.00)" in few
+    assert "70.00 ± 19.63" in enough
+    assert "0.7000 ± 0.1963" in enough
+
+
+PAIRED = """
+title = "Pairs"
+source = "ours"
+data = "digits"
+seeds = 2
+pairs = [["A", "B"]]
+
+[settings]
+model = "linear"
+
+[grid]
+accountant = ["rdp", "pld"]
+
+[[rows]]
+name = "A"
+settings = { clipping = "auto-s" }
+
+[[rows]]
+name = "B"
+settings = { clipping = "abadi", accountant = "rdp" }
+"""
+
+
+def test_differences_are_paired_by_seed_and_by_the_settings_of_the_grid() -> None:
+    """B has the accountant by itself: it is compared with A's runs of that accountant, and of the seeds that both have."""
+    paired = parse("paired", PAIRED)
+
+    def run(row: str, accountant: str, seed: int, score: float) -> dict[str, Any]:
+        point = {"accountant": accountant} if row == "A" else {}
+        settings = {"accountant": accountant, "seed": seed}
+        return fake(row, score, metric="accuracy", point=point, settings=settings)
+
+    records = [run("A", "rdp", 0, 0.90), run("A", "rdp", 1, 0.80), run("A", "pld", 0, 0.99), run("A", "rdp", 2, 0.1)]
+    records += [run("B", "rdp", 1, 0.70), run("B", "rdp", 0, 0.95)]
+    (found,) = differences(paired, records)
+    assert found.point == {"accountant": "rdp"}
+    assert found.values == pytest.approx((-5.0, 10.0))
+    table = differences_table([found], "accuracy")
+    assert "| A minus B | rdp | +2.50 (-5.00, +10.00) | 1 of 2 | 2 |" in table
+    assert differences_table([], "accuracy") == ""
+    many = [run(row, "rdp", seed, 0.5 + 0.01 * seed * (row == "A")) for row in "AB" for seed in range(5)]
+    assert differences(paired, many)[0].text == "+2.00 ± 1.96"
+    with pytest.raises(InvalidArgument, match="C"):
+        parse("paired", PAIRED.replace('["A", "B"]', '["A", "C"]'))
 
 
 def test_an_interrupted_run_of_a_long_experiment_goes_on(
@@ -509,7 +574,7 @@ accountant = "rdp"
 [[rows]]
 name = "Abadi"
 settings = { clipping = "abadi" }
-choose = { method = "liu-talwar", priced_as = 6, try = { "clipping.threshold" = [0.1, 1, 10] } }
+choose = { method = "liu-talwar", try = { "clipping.threshold" = [0.1, 1, 10] } }
 
 [quick]
 seeds = 1
@@ -521,9 +586,9 @@ def test_a_row_whose_setting_is_chosen_pays_for_the_choice(tmp_path: Path) -> No
     records = running.run_grid(chosen, tmp_path, lambda *_: None)
     assert [one["candidate"]["clipping.threshold"] for one in records] == 2 * [0.1, 1, 10]
     (noise,) = {one["plan"]["noise_multiplier"] for one in records}
-    plan, method = records[0]["plan"], LiuTalwar.covering(6)
+    plan, method = records[0]["plan"], LiuTalwar.covering(3)
     run = ((StepEvent(plan["sample_rate"], noise), plan["steps"]),)
-    spent = method.epsilon([run] * 6, records[0]["delta"], "rdp")
+    spent = method.epsilon([run] * 3, records[0]["delta"], "rdp")
     assert 3.9 < spent <= 4.0  # of the choice; a single run has about a third
     assert all(one["epsilons"]["rdp"] < 2 for one in records)
     (line,) = lines(chosen, records)
@@ -564,7 +629,7 @@ def _geometric(rng: random.Random, stop: float) -> int:
     ("change", "words"),
     [
         (('"clipping.threshold" = [0.1, 1, 10]', '"batch_size" = [100, 200]'), "differ in steps"),
-        (("priced_as = 6", "priced_as = 2"), "less than the candidates"),
+        (("try =", "priced_as = 6, try ="), "takes method and try alone"),
         (('"liu-talwar"', '"guessing"'), "guessing"),
     ],
 )

@@ -1,6 +1,7 @@
 """Rows whose setting is itself chosen privately: what each candidate's run may spend, and what the choice scores."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,26 +10,26 @@ from clipless import defaults
 from clipless.accounting.selection import GridSearch, LiuTalwar, SelectionMethod, SingleRun, method_named, price
 from clipless.app.training import TrainingSettings
 from clipless.app.tuning.candidates import shape_of
-from clipless.arguments import named, whole
+from clipless.arguments import named
 from clipless.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
 class Choosing:
-    """A choice among settings, paid for by `method`.
-
-    `values` lists what is tried for each setting. `priced_as` is the number of candidates that the price is for: more than
-    are listed if only some of a paper's grid are run.
+    """A choice among settings, paid for by `method`. `values` lists what is tried for each setting: the price is for every
+    combination, and each of them is trained.
     """
 
     method: str
     values: Mapping[str, tuple[Any, ...]]
-    priced_as: int
 
     def __post_init__(self) -> None:
         named("method", self.method, EXPECTED)
-        if whole("priced_as", self.priced_as) < len(list(self.candidates())):
-            raise InvalidArgument(f"priced_as is {self.priced_as}, which is less than the candidates listed.")
+
+    @property
+    def count(self) -> int:
+        """The number of candidates."""
+        return math.prod(map(len, self.values.values()))
 
     def candidates(self) -> Iterator[dict[str, Any]]:
         """Every combination of the values."""
@@ -38,7 +39,7 @@ class Choosing:
     def price(self, settings: TrainingSettings, records: int) -> SingleRun:
         """What one run may spend, so that the choice keeps within the settings' epsilon and delta."""
         delta = defaults.delta(records) if settings.delta is None else settings.delta
-        shapes = [shape_of(settings, records)] * self.priced_as
+        shapes = [shape_of(settings, records)] * self.count
         return price(self.method, settings.epsilon, delta, shapes, settings.accountant)
 
     def priced(self, settings: TrainingSettings, records: int) -> TrainingSettings:
@@ -47,19 +48,21 @@ class Choosing:
 
     def expected_score(self, scores: Sequence[float]) -> float:
         """The mean score of what the method releases, given the scores of the candidates."""
-        method = method_named(self.method, self.priced_as)
+        method = method_named(self.method, self.count)
         return EXPECTED[method.name](method, sorted(scores))
 
 
 def read(table: Mapping[str, Any] | None) -> Choosing | None:
-    """The choice that a row's table describes: `method`, optionally `priced_as`, and the values of each setting."""
+    """The choice that a row's table describes: `method`, and the values of each setting.
+
+    Raises InvalidArgument for anything else in the table.
+    """
     if table is None:
         return None
-    values = {key: tuple(listed) for key, listed in table["try"].items()}
-    count = 1
-    for listed in values.values():
-        count *= len(listed)
-    return Choosing(table["method"], values, table.get("priced_as", count))
+    rest = {key: value for key, value in table.items() if key not in ("method", "try")}
+    if rest:
+        raise InvalidArgument(f"choose has {', '.join(rest)}: it takes method and try alone.")
+    return Choosing(table["method"], {key: tuple(listed) for key, listed in table["try"].items()})
 
 
 def _best_of_all(_: SelectionMethod, ordered: Sequence[float]) -> float:

@@ -73,7 +73,7 @@ class GridRun:
 @dataclass(frozen=True)
 class Configuration:
     """An experiment. Every row is run with each setting of the `grid`; `note` says where it differs from the paper. `readme`
-    names the rows that a README shows.
+    names the rows that a README shows, `pairs` the rows whose difference is shown, seed by seed.
     """
 
     id: str
@@ -88,6 +88,7 @@ class Configuration:
     figure: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     readme: tuple[str, ...] = ()
+    pairs: tuple[tuple[str, str], ...] = ()
     measure: tuple[str, ...] = ()
     resume: bool = False
     quick: Mapping[str, Any] = field(default_factory=dict)
@@ -174,11 +175,10 @@ def parse(name: str, text: str) -> Configuration:
             for one in content.pop("published", [])
         )
         grid = {key: tuple(values) for key, values in flattened(content.pop("grid", {})).items()}
-        measure, readme = tuple(content.pop("measure", ())), tuple(content.pop("readme", ()))
-        made = Configuration(
-            id=name, rows=rows, published=published, grid=grid, measure=measure, readme=readme, **content
-        )
-        for shown in readme:
+        lists = {key: tuple(content.pop(key, ())) for key in ("measure", "readme")}
+        pairs = tuple((first, second) for first, second in content.pop("pairs", ()))
+        made = Configuration(id=name, rows=rows, published=published, grid=grid, pairs=pairs, **lists, **content)
+        for shown in (*made.readme, *itertools.chain.from_iterable(pairs)):
             named("row", shown, {row.name: row for row in rows})  # or raises
         for cell in (*made.cells(), *made.quickly().cells()):
             if cell.settings.private:

@@ -11,7 +11,7 @@ from clipless.app.reproduce.configuration import Configuration
 from clipless.app.reproduce.pictures import PICTURES
 from clipless.app.reproduce.result import ReproductionResult
 from clipless.app.reproduce.running import finished, run_grid, write_record
-from clipless.app.reproduce.summary import lines, markdown
+from clipless.app.reproduce.summary import differences, differences_table, lines, markdown
 from clipless.errors import InvalidArgument
 
 RESULTS = "results.json"
@@ -56,7 +56,7 @@ def written(experiment: Configuration, folder: Path, kind: str, seeds: int | Non
         f"# {experiment.title}",
         f"{experiment.source}, data {experiment.data}.",
         markdown(found),
-        *filter(None, notes),
+        *filter(None, [differences_table(differences(experiment, records), found[0].metric), *notes]),
     ]
     page.write_text("\n\n".join(text) + "\n", encoding="utf-8")
     figures = {}

@@ -11,14 +11,12 @@ from clipless.app.charts.drawing import COLOURS, HEIGHT, MARKERS, WIDTH
 from clipless.app.reproduce.configuration import Configuration
 from clipless.app.reproduce.drawing import curve, dress, panels
 from clipless.app.reproduce.measures import THRESHOLDS
-from clipless.app.reproduce.summary import TableLine, interval, metric_name
+from clipless.app.reproduce.summary import FEWEST_SEEDS, TableLine, interval, metric_name
 
 INCHES_A_LINE = 0.42
 CHARACTERS = 70
 LEGEND_WIDTH = 72  # characters
 NOTE = {"fontsize": 7, "color": "0.35"}
-# Of fewer seeds curves show every run: the interval of two is six times as long as they are apart.
-FEWEST_SEEDS = 3
 # A bin of a reliability diagram with fewer test records is not shown.
 FEW = 20
 
@@ -61,8 +59,8 @@ def bars(experiment: Configuration, found: Sequence[TableLine], records: Sequenc
 
 
 def _point(axes: Any, line: int, values: Sequence[float], label: str | None = None) -> None:
-    """The mean of some runs with its interval, and every run."""
-    half = interval(values)
+    """The mean of some runs, with its interval if they are not few, and every run."""
+    half = interval(values) if len(values) >= FEWEST_SEEDS else None
     axes.errorbar(fmean(values), line, xerr=half, fmt="o", color=COLOURS[0], capsize=4, label=label)
     axes.plot(values, [line] * len(values), "|", color=COLOURS[0], alpha=0.5, markersize=7)
 
@@ -84,7 +82,7 @@ def curves(experiment: Configuration, found: Sequence[TableLine], records: Seque
         marker = MARKERS[(colour + again) % len(MARKERS)]  # another one where colours begin again
         style = {"color": COLOURS[colour], "marker": marker, "markersize": 4}
         x = [place(line) for line in own]
-        half = [(line.interval or 0.0) * (len(line.scores) >= FEWEST_SEEDS) for line in own]
+        half = [line.interval or 0.0 for line in own]
         for at, line in zip(x, own, strict=True):
             if 1 < len(line.scores) < FEWEST_SEEDS:
                 axes.plot([at] * len(line.scores), line.scores, "_", color=COLOURS[colour], alpha=0.6)

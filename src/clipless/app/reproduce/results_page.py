@@ -11,7 +11,15 @@ from clipless.app.charts.drawing import save
 from clipless.app.reproduce.configuration import Configuration, configurations
 from clipless.app.reproduce.experiment import NOT_PRIVATE, picture_names
 from clipless.app.reproduce.pictures import PICTURES
-from clipless.app.reproduce.summary import TableLine, lines, markdown, with_interval
+from clipless.app.reproduce.running import current
+from clipless.app.reproduce.summary import (
+    TableLine,
+    differences,
+    differences_table,
+    lines,
+    markdown,
+    with_interval,
+)
 from clipless.errors import InvalidArgument
 
 MARKERS = "<!-- results -->", "<!-- end of results -->"
@@ -19,9 +27,10 @@ INTRODUCTION = """# Results
 
 What `clipless reproduce` measured, beside what the papers published. Tables and figures are computed from the stored runs in
 `experiments/results` by `clipless reproduce --page`; the remarks below them also name what was tried and is not stored.
-Means over seeds with 95 % intervals (Student); ± of the papers is theirs. Accuracies are those after the last epoch, on test
-records, which no guarantee covers. Each line gives the ε of the accountant it was calibrated with, and that of the same run
-by the others; gdp is an approximation that can understate.
+Means over five seeds or more have 95 % intervals (Student); of fewer, every run is shown. Differences of two rows are taken
+seed by seed. ± of the papers is theirs. Accuracies are those after the last epoch, on test records, which no guarantee
+covers. Each line gives the ε of the accountant it was calibrated with, and that of the same run by the others; gdp is an
+approximation that can understate. What became of each table and figure of the papers: [papers.md](papers.md).
 """
 
 
@@ -46,11 +55,12 @@ def write_page(folder: Path, page: Path) -> list[str]:
         experiment = known.get(name)
         if experiment is None:
             raise InvalidArgument(f"{folder} has results of {name}, which is not an experiment: remove them.")
-        records = content["runs"]
+        records = _current(experiment, content)
         if not lines(experiment, records):  # a choice of which some candidates are missing
             continue
         pictures = _pictures(experiment, records, page.parent / "figures" / "results")
-        sections.append(_section(experiment, content, records, pictures))
+        missing = len(experiment.cells()) - len(current(content["runs"], experiment.cells()))
+        sections.append(_section(experiment, content, records, pictures, missing))
         shown.append(name)
     page.write_text(INTRODUCTION + "\n" + "\n\n".join(sections) + "\n", encoding="utf-8")
     return shown
@@ -62,10 +72,17 @@ def write_readme(folder: Path, readme: Path) -> None:
     known = configurations()
     rows = ["| experiment | | ε, accountant | ours | seeds | published |", "| --- | --- | --- | --- | --- | --- |"]
     for name, content in stored_results(folder).items():
-        found = lines(known[name], content["runs"])
+        records = _current(known[name], content)
+        found = lines(known[name], records)
         by_row = [[line for line in found if line.row == row] for row in known[name].readme]
-        rows += [_readme_row(name, own, content["runs"]) for own in by_row if own]
+        rows += [_readme_row(name, own, records) for own in by_row if own]
     put_between(MARKERS, "\n".join(rows) + "\n", readme)
+
+
+def _current(experiment: Configuration, content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The stored runs of the experiment as it is now; also those of seeds beyond its own."""
+    seeds = max([experiment.seeds, *(run["settings"]["seed"] + 1 for run in content["runs"])])
+    return current(content["runs"], experiment.cells(seeds))
 
 
 def _readme_row(name: str, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> str:
@@ -112,15 +129,17 @@ def _section(
     content: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]],
     pictures: Sequence[Path],
+    missing: int,
 ) -> str:
-    missing = content["missing_runs"]
+    planned = len(experiment.cells())
     settings = ", ".join(f"{key} {value}" for key, value in experiment.settings.items())
     parts = [
         f"## {experiment.id}: {experiment.title}",
         f"{experiment.source}. Data {experiment.data}; {settings}.",
         markdown(lines(experiment, records)),
+        differences_table(differences(experiment, records), records[0]["metric"]),
         experiment.note.strip(),
-        f"{missing} of {missing + len(records)} runs of this experiment have not been run." if missing else "",
+        f"{missing} of {planned} runs of this experiment have not been run." if missing else "",
         NOT_PRIVATE if experiment.research else "",
         "\n".join(f"![{experiment.title}](figures/results/{path.name})" for path in pictures),
         f"Run on {'; '.join(dict.fromkeys(described(machine) for machine in content['machines']))}. Again: "

@@ -97,23 +97,39 @@ def stored(folder: Path, cell: GridRun) -> dict[str, Any] | None:
     if not path.exists():
         return None
     record = read_json(path)
+    return record if _is_run_of(record, cell) else None
+
+
+def current(records: Sequence[Mapping[str, Any]], cells: Sequence[GridRun]) -> list[Mapping[str, Any]]:
+    """Those of some stored records that are runs of these cells, in the order of the cells: not those of rows and settings
+    that an experiment had earlier."""
+    by_place = {_place(record, record["settings"]["seed"]): record for record in records}
+    found = []
+    for cell in cells:
+        record = by_place.get(_place(asdict(cell), cell.settings.seed))
+        if record is not None and _is_run_of(record, cell):
+            found.append(record)
+    return found
+
+
+def _place(record: Mapping[str, Any], seed: int) -> tuple[str, str, str, int]:
+    return record["row"], str(dict(record["point"])), str(dict(record.get("candidate", {}))), seed
+
+
+def _is_run_of(record: Mapping[str, Any], cell: GridRun) -> bool:
     settings = asdict(TrainingSettings()) | (record.get("settings") or {})  # a setting added later had its default
     if settings["delta"] is None and cell.settings.delta is not None:
         settings["delta"] = record.get("delta")  # what the default was then
-    same = settings == asdict(cell.settings) and record.get("data", cell.data) == cell.data
-    return record if same else None
+    return settings == asdict(cell.settings) and record.get("data", cell.data) == cell.data
 
 
 def take_over(results: Path, folder: Path, cells: Sequence[GridRun]) -> None:
     """Store the runs of a `results.json` in a folder where they are missing, so that they are not run again. Runs of other
     settings than the experiment has now are left out."""
     content = read_json(results)
-    kept = {
-        (run["row"], str(run["point"]), str(run.get("candidate", {})), run["settings"]["seed"]): run
-        for run in content["runs"]
-    }
+    kept = {_place(run, run["settings"]["seed"]): run for run in content["runs"]}
     for cell in cells:
-        run = kept.get((cell.row, str(dict(cell.point)), str(dict(cell.candidate)), cell.settings.seed))
+        run = kept.get(_place(asdict(cell), cell.settings.seed))
         path = folder / RUNS / f"{cell.stem}.json"
         if run is not None and not path.exists():
             whole = {key: value for key, value in run.items() if key != "line"}

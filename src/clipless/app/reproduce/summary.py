@@ -1,4 +1,5 @@
-"""From stored runs to the lines of a table: means and intervals over seeds, beside what was published."""
+"""From stored runs to the lines of a table: means and intervals over seeds, beside what was published; and differences of
+rows, paired by seed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from clipless.app.reproduce.choosing import Choosing
 from clipless.app.reproduce.configuration import Configuration, Published
 
 CONFIDENCE = 0.95
+# Of fewer seeds every run is shown: an interval of two is 13 times as long as half the distance between them.
+FEWEST_SEEDS = 5
 MANY = 1e5
 
 
@@ -34,17 +37,46 @@ class TableLine:
 
     @property
     def interval(self) -> float | None:
-        """Half the length of the 95 % interval of the mean; None with a single run."""
-        return interval(self.scores)
+        """Half the length of the 95 % interval of the mean; None with fewer than `FEWEST_SEEDS` runs."""
+        return interval(self.scores) if len(self.scores) >= FEWEST_SEEDS else None
 
     @property
     def text(self) -> str:
-        """The mean and its interval.
+        """The mean and its interval, or the runs.
 
         >>> TableLine("a", {}, "accuracy", (86.0, 87.0), None, {}, None, None, {}).text
-        '86.50 ± 6.35'
+        '86.50 (86.00, 87.00)'
         """
-        return with_interval(self.mean, self.interval)
+        return summarized(self.scores)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What the scores of one row are above those of another, at one point of the grid, for every seed that both have."""
+
+    first: str
+    second: str
+    point: Mapping[str, Any]
+    values: tuple[float, ...]
+
+    @property
+    def text(self) -> str:
+        """The mean difference and its interval, or the differences of all seeds."""
+        return summarized(self.values, signed=True)
+
+
+def summarized(values: Sequence[float], *, signed: bool = False) -> str:
+    """The mean of some runs with its 95 % interval if they are `FEWEST_SEEDS` or more, else with every run.
+
+    >>> summarized([1.0]), summarized([1.0, 2.5], signed=True), summarized([1.0, 2.0, 3.0, 4.0, 5.0])
+    ('1.00', '+1.75 (+1.00, +2.50)', '3.00 ± 1.96')
+    """
+    mean = fmean(values)
+    plus = "+" if signed and mean > 0 else ""
+    if len(values) >= FEWEST_SEEDS:
+        return plus + with_interval(mean, interval(values))
+    runs = ", ".join(("+" if signed and value > 0 else "") + with_interval(value, None) for value in values)
+    return plus + with_interval(mean, None) + (f" ({runs})" if len(values) > 1 else "")
 
 
 def interval(values: Sequence[float]) -> float | None:
@@ -91,12 +123,54 @@ def markdown(found: Sequence[TableLine]) -> str:
         also = ", ".join(f"{name} {value:.2f}" for name, value in line.epsilons.items())
         spent = "not private" if line.epsilon is None else f"{line.epsilon:.3g}"
         point = [str(line.point.get(key, "")) for key in keys]
-        extra = [
-            with_interval(fmean(line.extra[key]), interval(line.extra[key])) if key in line.extra else ""
-            for key in extras
-        ]
+        extra = [summarized(line.extra[key]) if key in line.extra else "" for key in extras]
         rows.append([line.row, spent, *point, *extra, line.text, str(len(line.scores)), theirs, also])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def differences(experiment: Configuration, records: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """The differences of the experiment's pairs of rows at every point where both have been run with the same seeds."""
+    scale = _scale(records[0]["metric"]) if records else 1.0
+    found = []
+    for first, second in experiment.pairs:
+        own, other = (_by_place(experiment, records, row) for row in (first, second))
+        points: dict[str, tuple[Mapping[str, Any], list[float]]] = {}
+        for (place, seed), (point, score) in own.items():
+            if (place, seed) in other:
+                points.setdefault(place, (point, []))[1].append(scale * (score - other[place, seed][1]))
+        found += [Difference(first, second, point, tuple(values)) for point, values in points.values()]
+    return found
+
+
+def differences_table(found: Sequence[Difference], metric: str) -> str:
+    """Markdown of paired differences; nothing if there are none."""
+    if not found:
+        return ""
+    keys = list(dict.fromkeys(key for one in found for key in one.point))
+    rows = [["paired by seed", *keys, f"difference, {metric_name(metric)}", "above", "seeds"]]
+    rows.append(["---"] * len(rows[0]))
+    for one in found:
+        above = f"{sum(value > 0 for value in one.values)} of {len(one.values)}"
+        point = [str(one.point.get(key, "")) for key in keys]
+        rows.append([f"{one.first} minus {one.second}", *point, one.text, above, str(len(one.values))])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _by_place(
+    experiment: Configuration, records: Sequence[Mapping[str, Any]], row: str
+) -> dict[tuple[str, int], tuple[Mapping[str, Any], float]]:
+    """The point and score of a row's runs by their values of the grid's settings, the row's own ones included, and seed."""
+    found = {}
+    for record in records:
+        if record["row"] == row:
+            settings = {**record["settings"], **record["point"]}
+            point = {key: settings[key] for key in experiment.grid if key in settings}
+            found[str(point), int(record["settings"]["seed"])] = point, float(record["score"])
+    return found
+
+
+def _scale(metric: str) -> float:
+    return 100.0 if metric.endswith("accuracy") else 1.0
 
 
 def metric_name(metric: str) -> str:
@@ -110,7 +184,7 @@ def metric_name(metric: str) -> str:
 
 def _line(experiment: Configuration, group: Sequence[Mapping[str, Any]]) -> TableLine:
     first = group[0]
-    scale = 100.0 if first["metric"].endswith("accuracy") else 1.0
+    scale = _scale(first["metric"])
     choosing = next(row.choosing for row in experiment.rows if row.name == first["row"])
     names = [name for name in (first.get("extra") or {}) if isinstance(first["extra"][name], (int, float))]
     return TableLine(
