@@ -175,9 +175,11 @@ def parse(name: str, text: str) -> Configuration:
             for one in content.pop("published", [])
         )
         grid = {key: tuple(values) for key, values in flattened(content.pop("grid", {})).items()}
-        lists = {key: tuple(content.pop(key, ())) for key in ("measure", "readme")}
+        measure, readme = tuple(content.pop("measure", ())), tuple(content.pop("readme", ()))
         pairs = tuple((first, second) for first, second in content.pop("pairs", ()))
-        made = Configuration(id=name, rows=rows, published=published, grid=grid, pairs=pairs, **lists, **content)
+        made = Configuration(
+            id=name, rows=rows, published=published, grid=grid, measure=measure, readme=readme, pairs=pairs, **content
+        )
         for shown in (*made.readme, *itertools.chain.from_iterable(pairs)):
             named("row", shown, {row.name: row for row in rows})  # or raises
         for cell in (*made.cells(), *made.quickly().cells()):

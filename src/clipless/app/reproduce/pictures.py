@@ -11,7 +11,7 @@ from clipless.app.charts.drawing import COLOURS, HEIGHT, MARKERS, WIDTH
 from clipless.app.reproduce.configuration import Configuration
 from clipless.app.reproduce.drawing import curve, dress, panels
 from clipless.app.reproduce.measures import THRESHOLDS
-from clipless.app.reproduce.summary import FEWEST_SEEDS, TableLine, interval, metric_name
+from clipless.app.reproduce.summary import FEWEST_SEEDS, TableLine, interval, metric_name, with_interval
 
 INCHES_A_LINE = 0.42
 CHARACTERS = 70
@@ -36,7 +36,8 @@ def bars(experiment: Configuration, found: Sequence[TableLine], records: Sequenc
     labels = [_label(line) for line in found]
     for number, line in enumerate(found):
         _point(axes, number, line.scores, _once("ours", number))
-        axes.annotate(line.text, (line.mean, number), xytext=(0, 7), textcoords="offset points", ha="center", **NOTE)
+        text = with_interval(line.mean, line.interval)
+        axes.annotate(text, (line.mean, number), xytext=(0, 7), textcoords="offset points", ha="center", **NOTE)
     theirs = [(number, line.published) for number, line in enumerate(found) if line.published]
     for count, (number, one) in enumerate(theirs):
         axes.errorbar(

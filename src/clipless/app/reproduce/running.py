@@ -112,7 +112,7 @@ def current(records: Sequence[Mapping[str, Any]], cells: Sequence[GridRun]) -> l
     return found
 
 
-def _place(record: Mapping[str, Any], seed: int) -> tuple[str, str, str, int]:
+def _place(record: Mapping[str, Any], seed: int | None) -> tuple[str, str, str, int | None]:
     return record["row"], str(dict(record["point"])), str(dict(record.get("candidate", {}))), seed
 
 

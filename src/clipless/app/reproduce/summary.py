@@ -58,25 +58,23 @@ class Difference:
     second: str
     point: Mapping[str, Any]
     values: tuple[float, ...]
+    form: str
 
     @property
     def text(self) -> str:
-        """The mean difference and its interval, or the differences of all seeds."""
-        return summarized(self.values, signed=True)
+        """The mean difference and its interval, or the differences of all seeds, with the digits of the scores."""
+        return summarized(self.values, self.form)
 
 
-def summarized(values: Sequence[float], *, signed: bool = False) -> str:
+def summarized(values: Sequence[float], form: str | None = None) -> str:
     """The mean of some runs with its 95 % interval if they are `FEWEST_SEEDS` or more, else with every run.
 
-    >>> summarized([1.0]), summarized([1.0, 2.5], signed=True), summarized([1.0, 2.0, 3.0, 4.0, 5.0])
-    ('1.00', '+1.75 (+1.00, +2.50)', '3.00 ± 1.96')
+    >>> summarized([1.0]), summarized([1.0, 2.5], "+.1f"), summarized([1.0, 2.0, 3.0, 4.0, 5.0])
+    ('1.00', '+1.8 (+1.0, +2.5)', '3.00 ± 1.96')
     """
-    mean = fmean(values)
-    plus = "+" if signed and mean > 0 else ""
-    if len(values) >= FEWEST_SEEDS:
-        return plus + with_interval(mean, interval(values))
-    runs = ", ".join(("+" if signed and value > 0 else "") + with_interval(value, None) for value in values)
-    return plus + with_interval(mean, None) + (f" ({runs})" if len(values) > 1 else "")
+    mean = with_interval(fmean(values), interval(values) if len(values) >= FEWEST_SEEDS else None, form)
+    runs = ", ".join(with_interval(value, None, form) for value in values)
+    return f"{mean} ({runs})" if 1 < len(values) < FEWEST_SEEDS else mean
 
 
 def interval(values: Sequence[float]) -> float | None:
@@ -90,14 +88,19 @@ def interval(values: Sequence[float]) -> float | None:
     return float(student.ppf(0.5 + CONFIDENCE / 2, len(values) - 1) * stdev(values) / len(values) ** 0.5)
 
 
-def with_interval(mean: float, half: float | None) -> str:
-    """A mean and half its interval for a reader, with as many digits as are meaningful.
+def with_interval(mean: float, half: float | None, form: str | None = None) -> str:
+    """A mean and half its interval for a reader, with as many digits as are meaningful, or in a given form.
 
     >>> with_interval(17894993.7, 9842816.4), with_interval(0.42291, None)
     ('1.8e+07 ± 9.8e+06', '0.4229')
     """
-    form = ".1e" if abs(mean) >= MANY else ".2f" if abs(mean) >= 1 else ".4f"
-    return f"{mean:{form}}" + ("" if half is None else f" ± {half:{form}}")
+    form = digits(mean) if form is None else form
+    return f"{mean:{form}}" + ("" if half is None else f" ± {half:{form.lstrip('+')}}")
+
+
+def digits(size: float) -> str:
+    """The format of numbers of this size."""
+    return ".1e" if abs(size) >= MANY else ".2f" if abs(size) >= 1 else ".4f"
 
 
 def lines(experiment: Configuration, records: Sequence[Mapping[str, Any]]) -> list[TableLine]:
@@ -138,7 +141,8 @@ def differences(experiment: Configuration, records: Sequence[Mapping[str, Any]])
         for (place, seed), (point, score) in own.items():
             if (place, seed) in other:
                 points.setdefault(place, (point, []))[1].append(scale * (score - other[place, seed][1]))
-        found += [Difference(first, second, point, tuple(values)) for point, values in points.values()]
+        form = "+" + digits(scale * max((abs(score) for _, score in own.values()), default=0.0))
+        found += [Difference(first, second, point, tuple(values), form) for point, values in points.values()]
     return found
 
 
@@ -160,7 +164,7 @@ def _by_place(
     experiment: Configuration, records: Sequence[Mapping[str, Any]], row: str
 ) -> dict[tuple[str, int], tuple[Mapping[str, Any], float]]:
     """The point and score of a row's runs by their values of the grid's settings, the row's own ones included, and seed."""
-    found = {}
+    found: dict[tuple[str, int], tuple[Mapping[str, Any], float]] = {}
     for record in records:
         if record["row"] == row:
             settings = {**record["settings"], **record["point"]}
