@@ -25,6 +25,7 @@ ELSEWHERE = {
     "huggingface.md": "tests/integrations/test_huggingface_page.py",
     "jax.md": "tests/integrations/test_jax_page.py",
     "lightning.md": "tests/integrations/test_lightning_page.py",
+    "listings.md": "tests/integrations/test_listings_page.py",
     "migrating.md": "tests/integrations/test_migrating.py",
     "own_data.md": "tests/docs/test_own_data_page.py",
     "reliability.md": "tests/test_reliability.py",
