@@ -19,7 +19,7 @@ from clipless.app.data import DATA, load
 from clipless.app.data.features import FEATURES, Feature, refuse_unknown
 from clipless.app.data.sentences import NAME as MINILM
 from clipless.app.models import MODELS, TEXT_MODELS
-from clipless.app.reproduce import experiment, results_page, running
+from clipless.app.reproduce import experiment, reproduction, results_page, running
 from clipless.app.reproduce.choosing import read as read_choice
 from clipless.app.reproduce.configuration import Configuration, Published, configurations, parse
 from clipless.app.reproduce.pictures import PICTURES
@@ -223,7 +223,9 @@ def test_means_intervals_and_published_numbers_stand_side_by_side(small: Configu
 def test_results_table_and_figures_are_written(small: Configuration, folder: Path) -> None:
     result = experiment.written(small, folder, "png")
     stems = {Path(file).stem for file in result.figures}
-    assert stems == {f"small-{name}" for name in ("bars", "curves", "thresholds", "norms", "errors", "reliability")}
+    assert stems == {
+        f"small-{name}" for name in ("bars", "curves", "thresholds", "shares", "norms", "errors", "reliability")
+    }
     assert all(Path(file).read_bytes().startswith(b"\x89PNG") for file in result.figures)
     stored = json.loads((folder / experiment.RESULTS).read_text())
     assert stored["missing_runs"] == 0
@@ -401,6 +403,73 @@ def test_the_command_runs_an_experiment_from_its_name(
     assert len(list((tmp_path / "runs/reproduce/small-quick/runs").iterdir())) == 1
     listed = json.loads(CliRunner().invoke(app, ["reproduce", "--list", "--json"]).stdout)
     assert listed["small"].startswith("no paper: Digits")
+
+
+OWN = """
+data = "digits"
+measure = ["norms"]
+
+[settings]
+model = "linear"
+epochs = 1
+batch_size = 300
+epsilon = 4.0
+
+[grid]
+lr = [0.1, 0.5]
+clipping.threshold = [0.5, 1.0]
+
+[[rows]]
+name = "Abadi"
+settings = { clipping = "abadi" }
+
+[figure]
+kind = "heat"
+x = "lr"
+y = "clipping.threshold"
+"""
+
+
+def test_the_command_runs_a_users_own_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heat map, norms and E(C) of one's own grid, in a folder and a store of the file's name, marked as research."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.toml").write_text(OWN)
+    done = CliRunner().invoke(app, ["reproduce", "configs/mine.toml", "--store", "kept", "--json"])
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert record["id"] == "mine"
+    assert record["page"] == "runs/reproduce/mine/table.md"
+    assert {Path(figure["file"]).stem for figure in record["figures"]} == {
+        f"mine-{name}" for name in ("heat", "shares", "norms", "errors")
+    }
+    page = Path(record["page"]).read_text(encoding="utf-8")
+    assert "RESEARCH: this experiment looks at single training records" in page
+    assert len(json.loads((tmp_path / "kept" / "mine.json").read_text())["runs"]) == 4
+    monkeypatch.setattr(running, "train", lambda *_, **__: pytest.fail("trained"))
+    again = CliRunner().invoke(app, ["reproduce", "configs/mine.toml", "--out", "other", "--store", "kept", "--json"])
+    assert again.exit_code == 0, again.output
+
+
+def test_a_configuration_that_is_not_there_or_wrong_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="an id of --list"):
+        reproduction(str(tmp_path / "none.toml"))
+    (tmp_path / "bad.toml").write_text(OWN.replace('data = "digits"', ""))
+    with pytest.raises(InvalidArgument, match="bad cannot be read.*data"):
+        reproduction(str(tmp_path / "bad.toml"))
+    with pytest.raises(InvalidArgument, match="auto-fashion"):
+        reproduction("auto-fashoin")
+
+
+def test_shares_are_those_of_every_row_that_was_looked_at(small: Configuration) -> None:
+    looks = [
+        {"step": at, "above": above, "quantiles": [0.1, 0.2, 0.3, 0.4, 0.5]} for at, above in ((0, 1.0), (9, 0.25))
+    ]
+    records = [fake(f"row {number}", 0.5, extra={"norms": looks}) for number in range(5)]
+    left, right = PICTURES["shares"](small, [], records).axes
+    assert [line.get_label() for line in left.lines] == [f"row {number}" for number in range(5)]
+    assert left.lines[0].get_ydata().tolist() == [100.0, 25.0]
+    assert right.lines[0].get_ydata().tolist() == [0.3, 0.3]
 
 
 def test_a_missing_data_set_is_refused_before_anything_is_trained(

@@ -13,7 +13,11 @@ def reproduce(
     pages: PagesGroup,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="ID", help="What to reproduce; --list shows all.", autocompletion=reproduction_names),
+        typer.Argument(
+            metavar="ID",
+            help="What to reproduce; --list shows all. Or the path of a TOML file.",
+            autocompletion=reproduction_names,
+        ),
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Show what can be reproduced, and stop.")] = False,
     as_json: JsonOption = False,

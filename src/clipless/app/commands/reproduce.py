@@ -9,7 +9,7 @@ import typer
 
 from clipless.app.options.reproduce import ExperimentGroup
 from clipless.app.progress import OnProgress
-from clipless.app.reproduce import REPRODUCTIONS, ReproductionRequest, reproductions
+from clipless.app.reproduce import REPRODUCTIONS, ReproductionRequest, reproduction, reproductions
 from clipless.app.reproduce.result import ReproductionResult
 from clipless.app.terminal import output
 from clipless.app.terminal.progress import progress_bar
@@ -23,13 +23,14 @@ KINDS = {"png": "png", "svg": "svg", "pdf": "pdf"}
 def run(name: str | None, asked: ExperimentGroup, *, as_json: bool) -> None:
     """Reproduce one thing into its folder, and show it."""
     if name is None:
-        raise InvalidArgument(f"nothing to reproduce: give one of {', '.join(REPRODUCTIONS)}, or --list.")
-    reproduction = named("id", name, reproductions())
+        raise InvalidArgument(f"nothing to reproduce: give one of {', '.join(REPRODUCTIONS)}, a TOML file, or --list.")
+    found = reproduction(name)
+    name = Path(name).stem
     named("format", asked.kind, KINDS)
     folder = asked.out or Path("runs/reproduce") / (f"{name}-quick" if asked.quick else name)
     RunFolder(folder).check_writable()
     with _progress(visible=not as_json) as report:
-        result = reproduction.run(
+        result = found.run(
             ReproductionRequest(
                 folder=folder,
                 kind=asked.kind,

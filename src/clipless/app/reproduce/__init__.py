@@ -1,7 +1,7 @@
 """`clipless reproduce`: the papers' figures, reproduced. `REPRODUCTIONS` finds each by its id.
 
-To add an experiment, write a TOML file in `configurations`. For anything else write a function
-`ReproductionRequest -> ReproductionResult` and register it here with a line on what it is.
+To add an experiment, write a TOML file in `configurations`; users give the path of one of theirs. For anything else write a
+function `ReproductionRequest -> ReproductionResult` and register it here with a line on what it is.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from clipless.app.progress import OnProgress
 from clipless.app.reproduce.result import ReproductionResult
+from clipless.arguments import named
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,24 @@ def reproductions() -> dict[str, Reproduction]:
     return {**REPRODUCTIONS, **experiments}
 
 
+def reproduction(name: str) -> Reproduction:
+    """The reproduction with this id, or that of a user's own TOML file. Raises InvalidArgument for an unknown id."""
+    from clipless.app.reproduce.configuration import configuration, is_own
+
+    if is_own(name):
+        found = configuration(name)
+        return Reproduction(f"{found.source}: {found.title}", _experiment(name))
+    return named("id", name, reproductions())
+
+
 def _experiment(name: str) -> Callable[[ReproductionRequest], ReproductionResult]:
     def run(request: ReproductionRequest) -> ReproductionResult:
         from clipless.app.reproduce import experiment, running
         from clipless.app.reproduce.configuration import configuration
 
-        whole = configuration(name).quickly() if request.quick else configuration(name)
-        kept = None if request.store is None or request.quick else request.store / f"{name}.json"
+        described = configuration(name)
+        whole = described.quickly() if request.quick else described
+        kept = None if request.store is None or request.quick else request.store / f"{whole.id}.json"
         if kept is not None and kept.exists():
             running.take_over(kept, request.folder, whole.cells(max(request.seeds or 0, whole.seeds)))
         if request.stored:

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from clipless.accounting.selection import RunShape
@@ -21,6 +22,7 @@ from clipless.arguments import named
 from clipless.errors import InvalidArgument
 
 FOLDER = files("clipless.app.reproduce") / "configurations"
+ENDING = ".toml"
 NOT_FOR_PLAIN = ("epsilon", "accountant", "delta", "noise_multiplier", "unit_gradients")
 PER_CLIPPING = "clipping."
 ANY_SIZE = 1_000_000
@@ -156,19 +158,45 @@ class Configuration:
 
 def configurations() -> dict[str, Configuration]:
     """All experiments by their ids."""
-    found = {entry.name.removesuffix(".toml"): entry for entry in FOLDER.iterdir() if entry.name.endswith(".toml")}
+    found = {entry.name.removesuffix(ENDING): entry for entry in FOLDER.iterdir() if is_own(entry.name)}
     return {name: parse(name, found[name].read_text(encoding="utf-8")) for name in sorted(found)}
 
 
 def configuration(name: str) -> Configuration:
-    """The experiment with this id."""
-    return named("id", name, configurations())
+    """The experiment with this id, or the one that a TOML file describes, if `name` is its path."""
+    return own(Path(name)) if is_own(name) else named("id", name, configurations())
 
 
-def parse(name: str, text: str) -> Configuration:
-    """The experiment that a TOML text describes. Raises InvalidArgument with the place of a mistake."""
+def is_own(name: str) -> bool:
+    """Whether this is the path of a user's configuration and not an id."""
+    return name.endswith(ENDING)
+
+
+def own(path: Path) -> Configuration:
+    """The experiment of a user's TOML file. Its id is the file's name; title, source and seeds may be left out.
+
+    Raises InvalidArgument if there is no such file, or with the place of a mistake.
+    """
     try:
-        content = tomllib.loads(text)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(
+            f"{path} cannot be read ({error}): give the path of a TOML file, or an id of --list."
+        ) from error
+    name = path.name.removesuffix(ENDING)
+    return parse(name, text, {"title": name, "source": "Own configuration", "seeds": 1})
+
+
+def parse(name: str, text: str, defaults: Mapping[str, Any] | None = None) -> Configuration:
+    """The experiment that a TOML text describes. Raises InvalidArgument with the place of a mistake.
+
+    Args:
+        name: Its id.
+        text: The TOML.
+        defaults: What is taken where the text says nothing.
+    """
+    try:
+        content = {**(defaults or {}), **tomllib.loads(text)}
         rows = tuple(map(_row, content.pop("rows")))
         published = tuple(
             Published(one.pop("row"), one.pop("value"), one.pop("interval", None), one)

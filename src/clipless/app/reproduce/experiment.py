@@ -73,7 +73,7 @@ def picture_names(experiment: Configuration, records: Sequence[Mapping[str, Any]
     if any(record["thresholds"] for record in records):
         names.append("thresholds")
     if any("norms" in (record.get("extra") or {}) for record in records):
-        names += ["norms", "errors"]
+        names += ["shares", "norms", "errors"]
     if any("reliability" in (record.get("extra") or {}) for record in records):
         names.append("reliability")
     return [name for name in dict.fromkeys(names) if name in PICTURES]

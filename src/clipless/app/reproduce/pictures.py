@@ -16,6 +16,7 @@ from clipless.app.reproduce.summary import FEWEST_SEEDS, TableLine, interval, me
 INCHES_A_LINE = 0.42
 CHARACTERS = 70
 LEGEND_WIDTH = 72  # characters
+MOST_PANELS = 6
 NOTE = {"fontsize": 7, "color": "0.35"}
 # A bin of a reliability diagram with fewer test records is not shown.
 FEW = 20
@@ -189,8 +190,26 @@ def errors(experiment: Configuration, found: Sequence[TableLine], records: Seque
     return figure
 
 
+def shares(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
+    """The share of records above the threshold, and their median norm, over training; a curve for every run of the first
+    seed."""
+    figure, (left, right) = panels(2)
+    for number, record in enumerate(_with_norms(records)):
+        looks = record["extra"]["norms"]
+        steps = [look["step"] for look in looks]
+        label = ", ".join([record["row"], *map(str, record["point"].values())])
+        curve(left, number, steps, [100 * look["above"] for look in looks], label)
+        curve(right, number, steps, [look["quantiles"][2] for look in looks], label)
+    dress(left, "records above the threshold", "step", "share in % (not private)")
+    dress(right, "median norm of single records", "step", "norm (not private)", "y", legend=None)
+    return figure
+
+
 def _with_norms(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [one for one in records if "norms" in (one.get("extra") or {}) and one["settings"]["seed"] == 0][:3]
+    """Runs of the first seed that were looked at, at most as many as there are panels for."""
+    return [one for one in records if "norms" in (one.get("extra") or {}) and one["settings"]["seed"] == 0][
+        :MOST_PANELS
+    ]
 
 
 def reliability(experiment: Configuration, found: Sequence[TableLine], records: Sequence[Mapping[str, Any]]) -> Any:
@@ -229,4 +248,4 @@ def _once(label: str, number: int) -> str | None:
 
 Picture = Callable[[Configuration, Sequence[TableLine], Sequence[Mapping[str, Any]]], Any]
 PICTURES: dict[str, Picture] = {"bars": bars, "curves": curves, "heat": heat, "thresholds": thresholds}
-PICTURES |= {"norms": norms, "errors": errors, "reliability": reliability}
+PICTURES |= {"norms": norms, "errors": errors, "shares": shares, "reliability": reliability}
