@@ -672,6 +672,19 @@ def test_a_row_whose_setting_is_chosen_pays_for_the_choice(tmp_path: Path) -> No
         assert abs(score - fmean(drawn)) <= 5 * stdev(drawn) / 4000**0.5 + 1e-9
 
 
+def test_the_time_of_a_choice_is_that_of_all_its_candidates(tmp_path: Path) -> None:
+    timed = parse("chosen", CHOSEN.replace("seeds = 2", 'seeds = 2\nmeasure = ["time"]', 1))
+    records = running.run_grid(timed, tmp_path, lambda *_: None, seeds=1)
+    (line,) = lines(timed, records)
+    minutes = [one["extra"]["CPU minutes"] for one in records]
+    assert len(minutes) == 3
+    assert min(minutes) > 0
+    assert line.extra["CPU minutes"] == (pytest.approx(sum(minutes)),)
+    assert "| CPU minutes |" in markdown([line]).splitlines()[0]
+    del records[1]["extra"]["CPU minutes"]  # a run of before it was measured
+    assert lines(timed, records)[0].extra == {}
+
+
 def test_a_choice_of_which_some_candidates_have_not_been_run_has_no_line(tmp_path: Path) -> None:
     """The best of some would pass for the best of all."""
     chosen = parse("chosen", CHOSEN)

@@ -15,6 +15,7 @@ from clipless.app.training import TASKS, TrainingProgress, TrainingSettings
 from clipless.gradients.clipped_sum import clipped_sum
 from clipless.thresholds.dc_e import expected_error
 
+TIME = "CPU minutes"
 SAMPLE = 512
 PART = 1024
 THRESHOLDS = np.logspace(-3, 2, 51)

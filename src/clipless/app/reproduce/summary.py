@@ -10,6 +10,7 @@ from scipy.stats import t as student
 
 from clipless.app.reproduce.choosing import Choosing
 from clipless.app.reproduce.configuration import Configuration, Published
+from clipless.app.reproduce.measures import TIME
 
 CONFIDENCE = 0.95
 # Of fewer seeds every run is shown: an interval of two is 13 times as long as half the distance between them.
@@ -190,7 +191,6 @@ def _line(experiment: Configuration, group: Sequence[Mapping[str, Any]]) -> Tabl
     first = group[0]
     scale = _scale(first["metric"])
     choosing = next(row.choosing for row in experiment.rows if row.name == first["row"])
-    names = [name for name in (first.get("extra") or {}) if isinstance(first["extra"][name], (int, float))]
     return TableLine(
         row=first["row"],
         point=first["point"],
@@ -200,8 +200,24 @@ def _line(experiment: Configuration, group: Sequence[Mapping[str, Any]]) -> Tabl
         epsilons=(first["epsilons"] or {}) if choosing is None else {},
         noise_multiplier=(first.get("plan") or {}).get("noise_multiplier"),
         published=experiment.published_for(first["row"], first["point"]),
-        extra={name: tuple(record["extra"][name] for record in group) for name in names},
+        extra=_extra(choosing, group),
     )
+
+
+def _extra(choosing: Choosing | None, group: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
+    """The further numbers that all runs of a line have, for every seed. The time of a choice is that of all its candidates;
+    nothing else can be said of their other numbers."""
+    kept = [record.get("extra") or {} for record in group]
+    names = [
+        name for name, value in kept[0].items() if isinstance(value, (int, float)) and all(name in one for one in kept)
+    ]
+    if choosing is None:
+        return {name: tuple(one[name] for one in kept) for name in names}
+    seeds: dict[int, float] = {}
+    for record in group if TIME in names else ():
+        seed = record["settings"]["seed"]
+        seeds[seed] = seeds.get(seed, 0.0) + record["extra"][TIME]
+    return {TIME: tuple(seeds.values())} if seeds else {}
 
 
 def _scores(choosing: Choosing | None, group: Sequence[Mapping[str, Any]]) -> list[float]:
