@@ -165,7 +165,7 @@ SABOTAGES = (
     Sabotage(
         "losses-that-couple-pass",
         "gradients/engine.py",
-        "                micro.check.seed_losses(losses)\n",
+        "                micro.check.seed_losses(losses, once=micro.whole is not None)\n",
         "                pass\n",
         (f"{TESTS}::test_losses_that_couple_the_records_are_found",),
     ),
