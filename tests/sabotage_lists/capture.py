@@ -117,7 +117,7 @@ SABOTAGES = (
     Sabotage(
         "losses-taken-for-a-mean",
         ENGINE,
-        "            micro.averaged, micro.scale = False, 1.0\n",
+        "        micro.averaged, micro.scale = False, 1.0\n",
         "",
         (f"{PROMISES}::test_both_forms_of_backward_give_the_same_release",),
     ),
