@@ -459,7 +459,7 @@ def test_a_model_that_returns_its_loss_is_refused_unless_it_is_a_mean_over_the_r
         train()
         assert private.ledger.steps == 3
     else:
-        with pytest.raises(Misuse, match=r"not the mean of one loss per record.*private\.backward"):
+        with pytest.raises(Misuse, match=r"not the mean of one loss per record.*private\.step"):
             train()
         assert private.ledger.steps == 0
 

@@ -60,7 +60,7 @@ class RecordsCheck:
         outputs, arrived = [out for out, _ in pairs], [grad.detach() for _, grad in pairs]
         if not self.at_losses:
             dims = tuple(dim for dim, grad in zip(forward_pass.out_dims, grads, strict=True) if grad is not None)
-            forward_pass.loss_inside = len(arrived) == 1 and arrived[0].dim() == 0
+            forward_pass.loss_inside = bool(arrived) and all(grad.dim() == 0 for grad in arrived)
             if not forward_pass.loss_inside:
                 self._refuse_whole_batch(forward_pass, arrived, dims)
                 self._seeded(outputs, arrived, dims, self._anchors())

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from clipless.clipped import LossFunction
 from clipless.gradients.checks.leaves import LossGraph
+from clipless.gradients.checks.loss_inside import refuse_coupled
 from clipless.gradients.checks.passes import ForwardPass, Rerun
 from clipless.gradients.checks.reach import code_of
 from clipless.gradients.checks.records import RecordsCheck
 from clipless.gradients.checks.scalar_loss import refuse_scalar
 from clipless.gradients.checks.seeds import sketch
-from clipless.gradients.checks.totals import refuse_coupled, refuse_lost
+from clipless.gradients.checks.totals import refuse_lost
 from clipless.gradients.checks.whole_step import WholeStep
 from clipless.gradients.records import Reading
 from clipless.gradients.trees import Dims

@@ -3,18 +3,18 @@ does any record's output change when other records do: by a statistic of the bat
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clipless.errors import Misuse, UnsupportedModule
+from clipless.errors import UnsupportedModule
 from clipless.gradients.checks.messages import depends_on_others, lost_gradient, unstable
 from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.checks.plain import plain_gradients
-from clipless.gradients.checks.seeds import rows_of, shuffled, sketch, some_of
+from clipless.gradients.checks.seeds import rows_of, sketch, some_of
+from clipless.gradients.checks.weights import weights_moved
 from clipless.gradients.records import TROUBLES, selected
 from clipless.gradients.trees import differentiable
 from clipless.random_state import same_random_state
@@ -57,7 +57,7 @@ def refuse_lost(
             in_place = _run_some(forward_pass, some, in_place=True)
             lost = lost if in_place is None else _lost(forward_pass, in_place, trained, gathered)
         names = list(lost)
-        if names and gathered is None and _half(forward_pass):
+        if names and gathered is None and in_half_precision(forward_pass):
             names = beyond_rounding(names, forward_pass.totals, _shares(forward_pass, trained))
     forward_pass.grads = None
     for name in names:
@@ -76,7 +76,7 @@ def _lost(
     """How far plain autograd's gradients are from the engine's sums, relative, for the parameters where it is too far."""
     outputs, grads, drift = again
     plain = plain_gradients(outputs, grads, parameters, gathered)
-    half = any(output.dtype.itemsize < 4 for output in outputs) or _half(forward_pass)
+    half = any(output.dtype.itemsize < 4 for output in outputs) or in_half_precision(forward_pass)
     del again, outputs, grads
     return differing(forward_pass.totals, plain, parameters, half, drift)
 
@@ -134,7 +134,7 @@ def _run_again(forward_pass: ForwardPass) -> Again:
     """The outputs of the whole pass once more, the gradients of the judged records, and how far the outputs are from those
     of the first time, relative; refused if they are others."""
     assert forward_pass.rerun is not None
-    outputs = _at_places(forward_pass, forward_pass.rerun()[0])
+    outputs = at_places(forward_pass, forward_pass.rerun()[0])
     drift = _drift(forward_pass, outputs)
     return outputs, _arrived(forward_pass, lambda grad, dim: _masked(grad, dim, forward_pass.judged)), drift
 
@@ -171,7 +171,7 @@ def _run_some(
         output, drawn = rerun(selected(rerun.inputs, forward_pass.reading, taken))
     except TROUBLES:
         return None
-    outputs = _at_places(forward_pass, output)
+    outputs = at_places(forward_pass, output)
     if not same_random_state(before, drawn) or len(outputs) != len(forward_pass.values):
         return None
     drift = 0.0
@@ -183,8 +183,8 @@ def _run_some(
             if found.shape != expected.shape:
                 return None
             drift = max(drift, _change(expected, found))
-    if drift > (HALF_TOLERANCE if _half(forward_pass) else tolerance):
-        _drift(forward_pass, _at_places(forward_pass, rerun()[0]))
+    if drift > (HALF_TOLERANCE if in_half_precision(forward_pass) else tolerance):
+        _drift(forward_pass, at_places(forward_pass, rerun()[0]))
         explained = _shaken(forward_pass) > drift / 10
         raise (unstable if explained else depends_on_others)(forward_pass.name)
 
@@ -201,25 +201,10 @@ def _shaken(forward_pass: ForwardPass) -> float:
     try:
         with weights_moved(rerun.module):
             output, _ = rerun()
-        found = _sketches(forward_pass, _at_places(forward_pass, output))
+        found = _sketches(forward_pass, at_places(forward_pass, output))
         return max(_change(v, o) for v, o in zip(forward_pass.values, found, strict=True))
     except TROUBLES:
         return 0.0
-
-
-@contextmanager
-def weights_moved(module: nn.Module) -> Iterator[None]:
-    """Inside, every weight is off by a rounding error, up or down."""
-    generator = torch.Generator().manual_seed(0)
-    before = [(p, p.detach().clone()) for p in module.parameters() if p.is_floating_point()]
-    try:
-        for weight, _ in before:
-            signs = 2.0 * torch.randint(2, weight.shape, generator=generator).to(weight.device, weight.dtype) - 1.0
-            weight.data.mul_(1.0 + torch.finfo(weight.dtype).eps * signs)
-        yield
-    finally:
-        for weight, value in before:
-            weight.data.copy_(value)
 
 
 def _change(before: Tensor, now: Tensor) -> float:
@@ -251,36 +236,13 @@ def _masked(grad: Tensor, dim: int, judged: Tensor | None) -> Tensor:
     return torch.where(mask, grad, 0.0)
 
 
-def refuse_coupled(forward_pass: ForwardPass, averaged: bool) -> None:
-    """A module that returns the loss of the whole batch: refused unless the losses of two halves add up to it."""
-    assert forward_pass.rerun is not None
-    if not forward_pass.loss_inside or forward_pass.records < 2:
-        return
-    order = shuffled(forward_pass.records, forward_pass.records)
-    weighted = []
-    with torch.no_grad():
-        for rows in (order, *order.chunk(2)):
-            output, _ = forward_pass.rerun(
-                selected(forward_pass.rerun.inputs, forward_pass.reading, rows), evaluate=True
-            )
-            (loss,) = _at_places(forward_pass, output)[: len(forward_pass.places)][:1] or [torch.zeros(())]
-            weighted.append(float(loss) * (len(rows) if averaged else 1))
-    whole, *halves = weighted
-    if not abs(whole - sum(halves)) <= (HALF_TOLERANCE if _half(forward_pass) else TOLERANCE) * sum(map(abs, halves)):
-        raise Misuse(
-            f"the loss that {forward_pass.name!r} returns is not the {'mean' if averaged else 'sum'} of one loss per "
-            "record, as loss_reduction says: a mean over all tokens, or with class weights, divides by what others "
-            "have. Compute one loss per record from the model's output, and call private.backward(losses)."
-        )
-
-
-def _half(forward_pass: ForwardPass) -> bool:
+def in_half_precision(forward_pass: ForwardPass) -> bool:
     """Whether it computes, or may compute, with 16 bits."""
     assert forward_pass.rerun is not None
     return forward_pass.rerun.autocast[1] or any(p.dtype.itemsize < 4 for p in forward_pass.rerun.module.parameters())
 
 
-def _at_places(forward_pass: ForwardPass, output: Any) -> list[Tensor]:
+def at_places(forward_pass: ForwardPass, output: Any) -> list[Tensor]:
     everything = differentiable(output)
     return [everything[k] for k in forward_pass.places if k < len(everything)]
 

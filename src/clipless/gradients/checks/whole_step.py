@@ -32,8 +32,8 @@ from clipless.gradients.checks.totals import (
     change,
     differing,
     groups_of,
-    weights_moved,
 )
+from clipless.gradients.checks.weights import weights_moved
 from clipless.random_state import Generator, random_state_restored, same_random_state
 from clipless.sampling.loader import DrawnPart
 from clipless.sampling.rows import BatchRows, placed_like, rows_of
