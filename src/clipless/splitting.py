@@ -54,7 +54,7 @@ class Splitter:
         rows = _rows(batch, drawn)
         for chosen in torch.arange(records).split(self._size):
             open_part(len(chosen))
-            yield rows.chosen(chosen), DrawnPart(drawn.indices[chosen], drawn.fetch)
+            yield rows.chosen(chosen), drawn.chosen(chosen)
 
     def _size_within(self, function: LossFunction, model: nn.Module, rows: BatchRows) -> int:
         """The number of records that fit: what one more record saves for the backward pass is measured on the first ones."""

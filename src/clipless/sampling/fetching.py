@@ -19,16 +19,19 @@ from torch.utils.data import (
 
 from clipless.errors import InvalidArgument, InvalidType
 from clipless.sampling.rows import BatchDims, learned_dims
+from clipless.sampling.sizes import Measured, MeasuringCollate
 
 Collate = Callable[[list[Any]], Any]
 
 
 class Fetcher(Protocol):
-    """Turns the numbers of records, which are below `size`, into collated data."""
+    """Turns the numbers of records, which are below `size`, into collated data. `sizes` are those of the records fetched
+    last, before they were collated; None if they are not collated but indexed."""
 
     dataset: Dataset[Any]
     size: int
     collate_fn: Collate
+    sizes: Tensor | None
 
     def __call__(self, parts: Iterator[Tensor], first_draw: int) -> Iterator[Any]: ...
 
@@ -52,6 +55,8 @@ class Fetcher(Protocol):
 
 class MemoryFetcher:
     """Indexes tensors in memory, all records at once."""
+
+    sizes: Tensor | None = None
 
     def __init__(self, dataset: Dataset[Any], rows: Callable[[Tensor], Any]) -> None:
         self.dataset, self.collate_fn = dataset, default_collate
@@ -80,13 +85,16 @@ class MemoryFetcher:
 class DataLoaderFetcher:
     """Fetches from any other data set through a DataLoader with the user's workers, collate function and pinned memory."""
 
+    sizes: Tensor | None = None
+
     def __init__(self, dataset: Dataset[Any], options: Mapping[str, Any]) -> None:
         self.dataset, self.size = dataset, len(dataset)  # type: ignore[arg-type]
         self.collate_fn: Collate = options.get("collate_fn") or default_collate
         self._feed = _Feed()
         self._dims: BatchDims = None
         self._generator = torch.Generator()
-        own = {"generator": options.get("generator") or self._generator}
+        self._measuring = MeasuringCollate(self.collate_fn)
+        own = {"generator": options.get("generator") or self._generator, "collate_fn": self._measuring}
         self._loader = DataLoader(dataset, batch_sampler=self._feed, **{**options, **own})
 
     def __call__(self, parts: Iterator[Tensor], first_draw: int) -> Iterator[Any]:
@@ -94,12 +102,16 @@ class DataLoaderFetcher:
         change the dropout of a run that is resumed in the middle of a pass."""
         self._generator.manual_seed((torch.initial_seed() + first_draw) % 2**63)
         self._feed.parts = parts
-        return iter(self._loader)
+        return map(self._noted, iter(self._loader))
 
     def once(self, part: Tensor) -> Any:
         batches = [part.tolist()]
-        options = {"collate_fn": self.collate_fn, "pin_memory": self._loader.pin_memory, "generator": self._generator}
-        return next(iter(DataLoader(self.dataset, batch_sampler=batches, **options)))  # type: ignore[arg-type]
+        options = {"collate_fn": self._measuring, "pin_memory": self._loader.pin_memory, "generator": self._generator}
+        return self._noted(next(iter(DataLoader(self.dataset, batch_sampler=batches, **options))))  # type: ignore[arg-type]
+
+    def _noted(self, fetched: Measured) -> Any:
+        self.sizes = torch.tensor(fetched.sizes)
+        return fetched.batch
 
     @property
     def mixes(self) -> bool:

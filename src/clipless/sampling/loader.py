@@ -6,7 +6,7 @@ which records a gradient may come from and can refuse any other.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
@@ -22,6 +22,7 @@ from clipless.random_state import random_state_of, set_random_state
 from clipless.sampling.fetching import Collate, Fetcher
 from clipless.sampling.poisson import poisson_sample
 from clipless.sampling.rows import BatchDims, Versions, versions_of
+from clipless.sampling.sizes import spread
 
 # The record numbers of a batch and its `most`, to those of its parts.
 Split = Callable[[Tensor, int], list[Tensor]]
@@ -212,30 +213,42 @@ class PrivateLoader:
                 self._passes += 1  # workers may be ahead or behind now, so the pass cannot continue
                 raise
             self._listener.open_part(len(part))
-            self._newest = DrawnPart(part, self._fetch, versions_of(data))
+            sizes = self._fetch.sizes if len(part) else None
+            self._newest = DrawnPart(part, self._fetch, versions_of(data), sizes)
             yield data
 
 
 @dataclass(frozen=True)
 class DrawnPart:
-    """The record numbers of a part of a batch, what fetches them, and the tensors that were handed out."""
+    """The record numbers of a part of a batch, what fetches them, the tensors that were handed out, and the records' sizes
+    unless they are indexed. `others` are record numbers of earlier parts."""
 
     indices: Tensor
     fetch: Fetcher
     given: Versions = ()
+    sizes: Tensor | None = None
+    others: tuple[int, ...] = ()
 
     @property
     def mixes(self) -> bool:
         """Whether user code puts the records together: a collate function, or a data set that fetches several at once."""
         return self.fetch.mixes
 
-    def samples(self, chosen: Tensor | None = None, together: bool = False) -> list[Any] | None:
-        """Its records before they are collated, or those at the `chosen` places, fetched again: each by itself, or all
-        `together`. None if they are indexed and not collated, or if they cannot be fetched in this process."""
-        try:
-            return self.fetch.samples(self.indices if chosen is None else self.indices[chosen], together)
-        except Exception:
-            return None
+    def few(self, count: int) -> Tensor:
+        """The numbers of some of its records and of the others: the shortest, the longest, and others in between. None at
+        all if they are indexed."""
+        if self.sizes is None:
+            return self.indices[:0]
+        return torch.tensor(sorted({*spread(self.indices, self.sizes, count), *self.others}))
+
+    def samples(self, numbers: Tensor | None = None, together: bool = False) -> list[Any] | None:
+        """Its records before they are collated, or those of other numbers, fetched again: each by itself, or all `together`.
+        None if they are indexed and not collated."""
+        return self.fetch.samples(self.indices if numbers is None else numbers, together)
+
+    def chosen(self, rows: Tensor) -> "DrawnPart":
+        """A part of this part."""
+        return replace(self, indices=self.indices[rows], sizes=None if self.sizes is None else self.sizes[rows])
 
     def collate(self, samples: list[Any]) -> Any:
         """Some samples as a batch."""

@@ -7,7 +7,7 @@ Tensors are indexed along their batch dimension, and a list that has an entry fo
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,54 @@ def tensors_of(batch: Any) -> list[Tensor | np.ndarray[Any, Any]]:
     if isinstance(batch, Tensor | np.ndarray):
         return [batch]
     return [tensor for part in parts_of(batch) or () for tensor in tensors_of(part)]
+
+
+def shapes_in(batch: Any) -> list[tuple[int, ...]]:
+    """The shapes of these."""
+    return [tuple(tensor.shape) for tensor in tensors_of(batch)]
+
+
+def cut(batch: Any, shapes: Sequence[tuple[int, ...]], last: bool) -> Any:
+    """A batch with its tensors cut down to these shapes: to the first numbers along each dimension, or to the last.
+
+    >>> cut({"x": torch.arange(4)}, [(3,)], last=True)
+    {'x': tensor([1, 2, 3])}
+    """
+    waiting = iter(shapes)
+
+    def change(tensor: Any) -> Any:
+        sizes = zip(tensor.shape, next(waiting), strict=True)
+        return tensor[tuple([slice(whole - size, None) if last else slice(size) for whole, size in sizes])]
+
+    return _mapped(batch, change)
+
+
+def _mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The batch with every tensor and array changed, in a fixed order."""
+    if isinstance(batch, Tensor | np.ndarray):
+        return change(batch)
+    parts = parts_of(batch)
+    return batch if parts is None else rebuilt(batch, [_mapped(part, change) for part in parts])
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two batches are the same: containers, types and every number.
+
+    >>> alike({"x": torch.ones(2), "name": ["ada"]}, {"x": torch.ones(2), "name": ["ada"]}), alike([1], [1, 2])
+    (True, False)
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    ours, theirs = parts_of(one), parts_of(other)
+    if isinstance(one, Mapping) and list(one) != list(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if ours is None or theirs is None:
+        return isinstance(one, _CONSTANTS) and one == other
+    return len(ours) == len(theirs) and all(map(alike, ours, theirs))
 
 
 def learned_dims(one: Any, two: Any) -> BatchDims:

@@ -2,6 +2,7 @@
 under which the function's own source knows it."""
 
 import functools
+import inspect
 import random
 import types
 from collections import deque
@@ -20,9 +21,10 @@ _OPAQUE = (str, bytes, int, float, bool, type(None), type, types.ModuleType, typ
 Named = tuple[str, Any]
 
 
-def reachable(function: Callable[..., Any]) -> Iterator[Named]:
-    """Everything that the function reaches, the nearest first, with its name. Modules of torch are not looked into."""
-    waiting: deque[tuple[str, Any, int]] = deque([("", function, 0)])
+def reachable(function: Any) -> Iterator[Named]:
+    """Everything that the function reaches, or what it wraps, the nearest first, with its name. Modules of torch are not
+    looked into."""
+    waiting: deque[tuple[str, Any, int]] = deque([("", inspect.unwrap(function), 0), ("", function, 0)])
     seen: set[int] = set()
     while waiting and len(seen) < MOST:
         name, value, away = waiting.popleft()
@@ -45,8 +47,8 @@ def parameter_name(parameter: Tensor, function: Callable[..., Any]) -> str | Non
     return None
 
 
-def generators_of(function: Callable[..., Any]) -> list[Generator]:
-    """The random generators that the function reaches, other than the global ones."""
+def generators_of(function: Any) -> list[Generator]:
+    """The random generators that a function or an object reaches, other than the global ones."""
     found: list[Generator] = []
     for _, value in reachable(function):
         if isinstance(value, nn.Module):
@@ -101,7 +103,8 @@ def _mentioned(code: types.CodeType) -> set[str]:
 
 
 def code_of(function: Callable[..., Any]) -> types.CodeType | None:
-    """The code that runs when the function is called; None if it is not Python's."""
+    """The code that runs when the function is called, or the function that it wraps; None if it is not Python's."""
+    function = inspect.unwrap(function)
     if isinstance(function, functools.partial):
         return code_of(function.func)
     found = getattr(function, "__func__", function)

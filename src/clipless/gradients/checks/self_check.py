@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from clipless.heap import freed_memory_returned
 from clipless.random_state import own_generators
 from clipless.sampling.loader import DrawnPart
 from clipless.sampling.rows import tensors_of
+from clipless.sampling.sizes import ExtremeSizes
 from clipless.torch_internals import BackwardCalls, pytree
 
 
@@ -139,7 +141,7 @@ class SelfCheck:
         self._waiting: list[ForwardPass] = []
         self._backward_calls = BackwardCalls()
         self._functions: list[tuple[WholeStep, set[object]]] = []
-        self._met, self._paths, self._sizes = Met(), Met(), LargestSizes()
+        self._met, self._paths, self._sizes, self._extremes = Met(), Met(), LargestSizes(), ExtremeSizes()
         self._path_owing = False
         self._told: set[str] = set()
         self._number = 0
@@ -161,11 +163,15 @@ class SelfCheck:
         self, function: LossFunction, model: nn.Module, batch: Any, micro: Checked, drawn: DrawnPart | None
     ) -> None:
         """A function from batch to losses is about to be called. Its check is kept if one is due, if the function is new or
-        its passes went through something new, or if its batch is larger along some dimension than all before."""
+        its passes went through something new, if its batch is larger along some dimension than all before, or if a record
+        is shorter or longer."""
         if not (self.active and micro.records):
             return
-        new = self._met.add(kind_of(function), micro.records) or self._path_owing
-        if micro.due or new or self._owing or self._sizes.grew(batch):
+        new = self._met.add(kind_of(function), micro.records) | self._sizes.grew(batch) | self._path_owing
+        if drawn is not None:
+            new |= self._extremes.widened(drawn.indices, drawn.sizes)
+            drawn = replace(drawn, others=self._extremes.records)
+        if micro.due or new or self._owing:
             micro.due, self._path_owing = True, False
             shared = self._generators, self._told
             micro.whole = WholeStep(function, model, batch, micro.records, self._number, drawn, *shared)

@@ -6,15 +6,6 @@ UNSEEN_RECORDS = (
     "clipless cannot choose records of this batch, so it does not see whether record_losses mixes their values. Give "
     "private.step what private.loader yields, built of tensors in tuples, lists, dictionaries or dataclasses."
 )
-UNSEEN_COLLATING = (
-    "clipless cannot collate records of this batch again, so it does not see whether padding or a statistic in the collate "
-    "function tells one record about the others. Give private.step what private.loader yields, and let the data set be "
-    "read in the main process, too."
-)
-RANDOM_COLLATING = (
-    "the collate function draws random numbers, so clipless does not see whether padding or a statistic in it tells one "
-    "record about the others. Draw random numbers in record_losses or in the data set instead."
-)
 
 
 def keeps_state(where: str) -> CliplessError:
@@ -48,8 +39,31 @@ def collated_with_others(where: str) -> CliplessError:
     return Misuse(
         f"records that are collated alone have other losses than records that are collated together{where}: padding, a "
         "statistic or an order in the collate function reaches the losses, so one record tells every other how long or how "
-        "large it is. Mask padding wherever the model could see it (attention, pooling, position ids, means over tokens), "
-        "pad to a fixed length, and compute nothing over the batch in the collate function."
+        "large it is. Mask padding wherever the model could see it (attention_mask, position ids, pooling, means over "
+        "tokens), or pad to a fixed length; and compute nothing over the batch in the collate function."
+    )
+
+
+def not_fetched(failure: str) -> CliplessError:
+    return Misuse(
+        f"a checked step fetches a few records again, in the main process, and the data set raised {failure}. Make it "
+        "readable in every process (open files in __getitem__, where they are not open yet), or use num_workers=0."
+    )
+
+
+def not_collated(reason: str) -> CliplessError:
+    return Misuse(
+        "clipless cannot see whether padding, or a statistic in the collate function, tells one record about the others: "
+        f"{reason}. Pad every record to one length; draw random numbers in the data set, or from torch's, NumPy's or "
+        "Python's generator; and give private.step what private.loader yields, unchanged."
+    )
+
+
+def collates_at_random() -> CliplessError:
+    return Misuse(
+        "the collate function gave other rows when it was called twice on the same records, from a random generator that "
+        "clipless does not find, or from what it keeps from call to call. Draw from torch's, NumPy's or Python's generator, "
+        "and keep nothing."
     )
 
 

@@ -21,9 +21,10 @@ from clipless.clipped import LossFunction
 from clipless.errors import CliplessError
 from clipless.gradients.checks import whole_messages as messages
 from clipless.gradients.checks.calls_again import CallResult, CallsAgain
+from clipless.gradients.checks.collated import refuse_collated
 from clipless.gradients.checks.first_difference import NotedCall, first_difference, operations, short_path
 from clipless.gradients.checks.plain import plain_gradients
-from clipless.gradients.checks.reach import code_of
+from clipless.gradients.checks.reach import code_of, generators_of
 from clipless.gradients.checks.seeds import shuffled, some_of
 from clipless.gradients.checks.totals import (
     HALF_TOLERANCE,
@@ -45,7 +46,7 @@ DIFFERS, UNSTABLE = 1e-4, 1e-3
 SAME = 1e-6
 # Rounding explains what changes by less than so many times what a rounding error in every weight changes.
 EXPLAINED = 10.0
-# So many records are run one by one, and so many samples collated again: the shortest, the longest, and others.
+# So many records are run one by one.
 FEW = 4
 # With so many records in all places, at most, it is found out whether the number of random numbers depends on them.
 FILLED = 8
@@ -80,7 +81,9 @@ class WholeStep:
         generators: Sequence[Generator],
         told: set[str],
     ) -> None:
-        self._call, self._drawn, self._told = CallsAgain(function, model, batch, generators), drawn, told
+        kept = () if drawn is None else (drawn.fetch.collate_fn, drawn.fetch.dataset)
+        own = [*generators, *(generator for one in kept for generator in generators_of(one))]
+        self._call, self._drawn, self._told = CallsAgain(function, model, batch, own), drawn, told
         self.records, self._number = records, number
         self._half = some_of(records, number)
         self._rows: BatchRows | None = None
@@ -252,57 +255,56 @@ class WholeStep:
     def _refuse_collated(self) -> bool:
         """Raise if records have other losses when they are collated alone. Returns whether half of all records was."""
         drawn, opaque = self._drawn, self._rows is None
-        if drawn is None or self.records < 2 or not (drawn.mixes or opaque):
+        if drawn is None or not (drawn.mixes or opaque):
             return False
-        samples = drawn.samples()
-        if samples is None:
-            self._warn(messages.UNSEEN_COLLATING)
-            return False
-        few = _extremes(samples)
-        together = self._together(drawn, few, samples)
         if drawn.mixes:
-            self._refuse_groups([together, *([samples[k]] for k in few)], messages.collated_with_others)
-        halves = [[s for s, judged in zip(samples, half, strict=True) if judged] for half in (self._half, ~self._half)]
-        return opaque and self._refuse_groups([samples, *halves], messages.depends_on_others)
+            refuse_collated(self, drawn)
+        return opaque and self.records > 1 and self._refuse_halves(drawn)
 
-    def _together(self, drawn: DrawnPart, few: list[int], samples: list[Any]) -> list[Any]:
-        """A few samples, fetched together; as they were fetched one by one if fetching draws random numbers."""
-        before = self._call.now()
-        found = drawn.samples(torch.tensor(few), together=True)
-        same = found is not None and same_random_state(before, self._call.now())
-        return found if found is not None and same else [samples[k] for k in few]
-
-    def _refuse_groups(self, groups: list[list[Any]], message: Message) -> bool:
-        """Collate groups of samples, of which the first has those of all others. Refused if their losses differ. Returns
-        whether that could be seen."""
-        batches = self._collated(groups)
-        pairs = list(zip(groups, batches, strict=True)) if batches else []
-        found = [self._call.attempt(batch, len(group), calm=self._call.random) for group, batch in pairs]
-        outcomes = [outcome for outcome in found if outcome is not None and not outcome.random]
-        if not pairs or len(outcomes) < len(pairs):
+    def _refuse_halves(self, drawn: DrawnPart) -> bool:
+        """Collate all records again, and each half of them. Refused if their losses differ. Returns whether that could be
+        seen."""
+        try:
+            samples = drawn.samples() or []
+            halves = [[s for s, own in zip(samples, half, strict=True) if own] for half in (self._half, ~self._half)]
+            before = self._call.now()
+            batches = [self.placed(drawn.collate(group)) for group in (samples, *halves)]
+        except Exception:
             return False
-        together = outcomes[0].losses.sort().values
-        separate = torch.cat([outcome.losses for outcome in outcomes[1:]]).sort().values
-        self._compare(together, separate, message, None, None)
-        self._compare(separate, together, message, None, None)  # numbers that are not finite are compared with nothing
+        sizes = map(len, (samples, *halves))
+        found = [self.losses(batch, size) for batch, size in zip(batches, sizes, strict=True) if batch is not None]
+        losses = [one for one in found if one is not None]
+        if len(losses) < 3 or not same_random_state(before, self._call.now()):
+            return False
+        together, separate = losses[0].sort().values, torch.cat(losses[1:]).sort().values
+        self._compare(together, separate, messages.depends_on_others, None, None)
+        self._compare(separate, together, messages.depends_on_others, None, None)
         return True
 
-    def _collated(self, groups: list[list[Any]]) -> list[Any] | None:
-        """Groups of samples, each collated; None if they are not built like the batch, or if collating is random."""
-        assert self._drawn is not None
-        before = self._call.now()
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                batches = [placed_like(self._drawn.collate(group), self._call.batch) for group in groups]
-        except Exception:
-            batches = [None]
-        if not same_random_state(before, self._call.now()):
-            self._warn(messages.RANDOM_COLLATING)
-            return None
-        if any(batch is None for batch in batches):
-            self._warn(messages.UNSEEN_COLLATING)
-            return None
-        return batches
+    @property
+    def model(self) -> nn.Module:
+        """The model that the function is given."""
+        return self._call.model
+
+    def placed(self, batch: Any) -> Any:
+        """A batch with its tensors on the devices of the first one's; None if it is built otherwise."""
+        return placed_like(batch, self._call.batch)
+
+    def losses(self, batch: Any, records: int) -> Tensor | None:
+        """The losses of other records, with constants for random numbers; None if the function does not take them, or draws
+        random numbers all the same."""
+        outcome = self._call.attempt(batch, records, calm=self._call.random)
+        return None if outcome is None or outcome.random else outcome.losses
+
+    def differ(self, expected: Tensor, found: Tensor) -> bool:
+        """Whether losses differ by more than rounding explains."""
+        drift = change(expected.detach(), found.detach())
+        return drift > (HALF_TOLERANCE if self._call.half else DIFFERS) and drift > EXPLAINED * self._rounding()
+
+    def refuse_as(self, message: Message) -> None:
+        """Raise, as this or as a function that keeps state."""
+        keeps = self._keeps_state(max(HALF_TOLERANCE if self._call.half else DIFFERS, EXPLAINED * self._rounding()))
+        raise messages.keeps_state(self._where_kept()) if keeps else message(self._place())
 
     # Differences.
 
@@ -367,21 +369,3 @@ class WholeStep:
         if message not in self._told:
             self._told.add(message)
             warnings.warn(message, stacklevel=2)
-
-
-def _extremes(samples: list[Any]) -> list[int]:
-    """The places of the shortest and the longest of some samples, and of others in between."""
-    by_size = sorted(range(len(samples)), key=lambda k: _size(samples[k]))
-    return [by_size[place] for place in sorted({k * (len(by_size) - 1) // (FEW - 1) for k in range(FEW)})]
-
-
-def _size(sample: Any) -> int:
-    """How long a sample is: the numbers in its tensors, arrays and strings."""
-    if isinstance(sample, Mapping):
-        return sum(map(_size, sample.values()))
-    if isinstance(sample, str | bytes):
-        return len(sample)
-    if isinstance(sample, tuple | list):
-        return len(sample) + sum(map(_size, sample))
-    size = getattr(sample, "size", None)
-    return sample.numel() if isinstance(sample, Tensor) else size if isinstance(size, int) else 0

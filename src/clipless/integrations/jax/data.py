@@ -43,6 +43,7 @@ class ArrayFetcher:
         self.arrays, self.rows, self.size = arrays, rows, size
         self.dataset: Any = arrays
         self.collate_fn: Any = None
+        self.sizes: Tensor | None = None
         self.finite = np.ones(0, bool)
 
     def __call__(self, parts: Iterator[Tensor], first_draw: int) -> Iterator[Any]:
