@@ -41,3 +41,27 @@ def test_bfloat16_agrees_with_the_oracle(name: str) -> None:
     allowed = max(2e-2 * float(slow.norm()), float((slow - precise).norm()))
     assert fast.dtype == torch.float32
     assert float((fast - slow).norm()) <= allowed
+
+
+def centred(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(batch[0])
+        return F.cross_entropy(out - out.mean(0), batch[1], reduction="none").float()
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_an_autocast_within_the_function_is_seen(mixes: bool) -> None:
+    """Rounding to three digits is no mixture of records, and hides none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
+    data = torch.utils.data.TensorDataset(torch.randn(256, 64), torch.randint(0, 10, (256,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp", "batch_size": 64, "steps": 4, "seed": 1}
+    private = clipless.make_private(model, optimizer, data, **plan)  # type: ignore[arg-type]
+    if mixes:
+        with pytest.raises(clipless.Misuse, match="mixes"):
+            private.step(centred, next(iter(private.loader)))
+        return
+    for batch in private.loader:
+        private.step(under_autocast, batch)
+    assert private.ledger.steps == 4
