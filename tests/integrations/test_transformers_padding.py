@@ -59,9 +59,10 @@ def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Ten
 )
 def test_padding_that_is_not_masked_is_refused(name: str, collate: Any, more: dict[str, Any], tmp_path: Path) -> None:
     private = trainer(tmp_path, name, collate, **more)
-    with pytest.raises(clipless.InvalidArgument, match=r"how far it is padded.*attention_mask.*max_length"):
+    before = hf.weights_of(private.model)
+    with pytest.raises(clipless.Misuse, match=r"collated alone.*attention_mask.*fixed length"):
         private.train()
-    assert private.private is None
+    assert all(torch.equal(value, before[name]) for name, value in hf.weights_of(private.model).items())
     assert not list(tmp_path.glob("ledger*"))
 
 

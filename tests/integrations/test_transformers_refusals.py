@@ -133,11 +133,6 @@ def test_a_loss_of_ones_own_is_one_per_record(tmp_path: Path) -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-class OtherLoss(PrivateTrainer):
-    def compute_loss(self, model: nn.Module, inputs: Any, *rest: Any, **more: Any) -> Any:
-        return model(**inputs).loss
-
-
 class OtherData(PrivateTrainer):
     def get_train_dataloader(self) -> Any:
         return Trainer.get_train_dataloader(self)
@@ -146,6 +141,17 @@ class OtherData(PrivateTrainer):
 class OtherStep(PrivateTrainer):
     def training_step(self, *args: Any, **more: Any) -> Any:
         return Trainer.training_step(self, *args, **more)
+
+
+@pytest.mark.parametrize("made", [OtherData, OtherStep])
+def test_a_subclass_that_trains_in_another_way_is_refused(made: type[PrivateTrainer], tmp_path: Path) -> None:
+    with pytest.raises(clipless.InvalidType, match="compute_record_losses"):
+        make(tmp_path, made)
+
+
+class OtherLoss(PrivateTrainer):
+    def compute_loss(self, model: nn.Module, inputs: Any, *rest: Any, **more: Any) -> Any:
+        return model(**inputs).loss
 
 
 class Plain(Trainer):
@@ -157,10 +163,82 @@ class Mixed(PrivateTrainer, Plain):
     pass
 
 
-@pytest.mark.parametrize("made", [OtherLoss, OtherData, OtherStep, Mixed])
-def test_a_subclass_that_trains_in_another_way_is_refused(made: type[PrivateTrainer], tmp_path: Path) -> None:
-    with pytest.raises(clipless.InvalidType, match="compute_record_losses"):
-        make(tmp_path, made)
+@pytest.mark.parametrize("made", [OtherLoss, Mixed])
+def test_a_loss_of_the_whole_batch_is_refused_and_leaves_nothing(made: type[PrivateTrainer], tmp_path: Path) -> None:
+    trainer = make(tmp_path, made)
+    with pytest.raises(clipless.InvalidArgument, match="every record's own.*compute_record_losses"):
+        trainer.train()
+    assert not (tmp_path / "ledger.jsonl").exists()
+    made(trainer.model, trainer.args, train_dataset=PROBLEM.records, data_collator=hf.collate, privacy=PRIVACY)
+    again = make(tmp_path)
+    again.train()
+    assert clipless.read_ledger(tmp_path / "ledger.jsonl").ledger().steps == 3
+
+
+class OwnRecordLosses(PrivateTrainer):
+    """A `compute_loss` as people write it, without the mean."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        losses = nn.functional.cross_entropy(outputs.logits, labels, torch.tensor([2.0, 2.0]), reduction="none")
+        return (losses, outputs) if return_outputs else losses
+
+
+def test_a_subclass_may_have_its_own_compute_loss_of_records(tmp_path: Path) -> None:
+    doubled = make(tmp_path, OwnRecordLosses, eval_dataset=hf.texts(6))
+    doubled.train()
+    twice = hf.Problem(PROBLEM.make, PROBLEM.records, lambda model, batch: 2 * PROBLEM.losses(model, batch))
+    expected, found = hf.plain_loop(twice).weights, hf.weights_of(doubled.model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    doubled.model.eval()
+    with torch.no_grad():
+        loss = float(2 * PROBLEM.losses(doubled.model, hf.collate(hf.texts(6))).mean())
+    assert doubled.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+class Remembering(PrivateTrainer):
+    """Divides by a running mean of all losses so far."""
+
+    scale = 1.0
+
+    def compute_record_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        losses = super().compute_record_losses(model, inputs)
+        self.scale = 0.9 * self.scale + 0.1 * float(losses.detach().mean())
+        return losses / self.scale
+
+
+class Criterion(PrivateTrainer):
+    """Has weights of its own, which no private run noises."""
+
+    def compute_record_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if not hasattr(self, "weights"):
+            self.weights = nn.Parameter(torch.ones(2))
+        labels = inputs.pop("labels")
+        return nn.functional.cross_entropy(model(**inputs).logits * self.weights, labels, reduction="none")
+
+
+class Centring(PrivateTrainer):
+    """Calls the parts of the model by itself, with a statistic of the batch between them."""
+
+    def compute_record_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        labels = inputs.pop("labels")
+        pooled = model.bert(**inputs).pooler_output  # type: ignore[operator, union-attr]
+        logits = model.classifier(pooled - pooled.detach().mean(0))  # type: ignore[operator]
+        return nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [(Remembering, "keeps something"), (Criterion, r"'self\.weights'"), (Centring, "mixes records")],
+)
+def test_the_whole_function_of_a_subclass_is_checked(made: type[PrivateTrainer], message: str, tmp_path: Path) -> None:
+    trainer = make(tmp_path, made)
+    before = hf.weights_of(trainer.model)
+    with pytest.raises(clipless.Misuse, match=message):
+        trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in hf.weights_of(trainer.model).items())
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 class Doubled(PrivateTrainer):

@@ -39,11 +39,3 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
                     f"{name}={getattr(self.args, name)!r} cannot be used in private training: {remedy}."
                 )
         super().create_accelerator_and_postprocess()
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        if self.aux_loss_enabled:
-            raise InvalidArgument(
-                "the router's auxiliary loss is about all tokens of a batch, not about each record's own: build the model "
-                "with output_router_logits=False."
-            )
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)

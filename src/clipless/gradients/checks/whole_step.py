@@ -9,6 +9,7 @@ Random numbers are drawn for the whole batch. So that the same numbers meet the 
 left out where they are drawn; fewer rows and another order are then tried with constants in their place.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -362,8 +363,10 @@ class WholeStep:
         return operations(partial(self._call, batch), self.records)
 
     def _place(self) -> str:
+        """Where the function is defined; nothing if it is one of clipless' own."""
         code = code_of(self._call.function)
-        return "" if code is None else f" ({code.co_name}, {short_path(code.co_filename)}:{code.co_firstlineno})"
+        own = str(getattr(inspect.unwrap(self._call.function), "__module__", "")).partition(".")[0] == "clipless"
+        return "" if code is None or own else f" ({code.co_name}, {short_path(code.co_filename)}:{code.co_firstlineno})"
 
     def _warn(self, message: str) -> None:
         if message not in self._told:

@@ -4,8 +4,8 @@ The losses inside the models average over the batch, token losses over all its t
 the others. Here tokens are averaged within their record.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,31 +42,100 @@ def decoder_inputs(model: nn.Module, inputs: dict[str, Any], labels: Mapping[str
     return {**inputs, "decoder_input_ids": shifted(labels=labels["labels"])}
 
 
-def record_losses(model: nn.Module, outputs: Any, labels: Mapping[str, Tensor], smoothing: float = 0.0) -> Tensor:
-    """One loss per record, (B,). Raises InvalidArgument for a task whose loss is not known here."""
+class Terms(NamedTuple):
+    """The values of a loss, [b,n], of which those that count, [b,n], are averaged: within each record by private training,
+    over the whole batch by the model itself."""
+
+    values: Tensor
+    counted: Tensor
+
+    def of_records(self) -> Tensor:
+        """The mean of each record; zero for one of which nothing counts."""
+        return self.values.sum(1) / self.counted.sum(1).clamp(min=1)
+
+    def of_batch(self) -> Tensor:
+        """The mean of all; not a number if nothing counts."""
+        return self.values.sum() / self.counted.sum()
+
+
+def record_losses(
+    model: nn.Module, outputs: Any, labels: Mapping[str, Tensor], smoothing: float = 0.0, shifted: bool | None = None
+) -> Tensor:
+    """One loss per record, (B,). Raises InvalidArgument for a task whose loss is not known here.
+
+    Args:
+        model: The model, without adapters around it.
+        outputs: What it returned.
+        labels: The labels, as `split_labels` finds them.
+        smoothing: How far labels are smoothed.
+        shifted: Whether the logits of a token predict the next one's label; None asks the model's class.
+    """
+    terms = loss_terms(model, outputs, labels, smoothing, shifts(model) if shifted is None else shifted)
+    return torch.stack([term.of_records() for term in terms]).mean(0)
+
+
+def batch_loss(model: nn.Module, outputs: Any, labels: Mapping[str, Tensor], shifted: bool) -> Tensor:
+    """What the model itself would return for the whole batch."""
+    return torch.stack([term.of_batch() for term in loss_terms(model, outputs, labels, 0.0, shifted)]).mean()
+
+
+def own_loss(outputs: Any) -> Tensor | None:
+    """The loss among what a model returned, wherever it is; None if there is none."""
+    if isinstance(outputs, Mapping):
+        outputs = [outputs["loss"]] if outputs.get("loss") is not None else []
+    elif not isinstance(outputs, tuple | list):
+        outputs = [vars(outputs).get("loss")]
+    found = [value for value in outputs if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()]
+    return found[0] if found else None
+
+
+def loss_terms(
+    model: nn.Module, outputs: Any, labels: Mapping[str, Tensor], smoothing: float, shifted: bool
+) -> list[Terms]:
+    """What the loss is averaged of: one set of values, or several whose means are averaged."""
     if {"start_positions", "end_positions"} <= labels.keys():
-        pairs = ((outputs["start_logits"], "start_positions"), (outputs["end_logits"], "end_positions"))
-        return torch.stack([_position_losses(logits, labels[name]) for logits, name in pairs]).mean(0)
-    logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
-    if "labels" not in labels or not isinstance(logits, Tensor):
-        raise InvalidArgument(f"{type(model).__name__} with labels {sorted(labels)} has no known loss: {REMEDY}")
-    if logits.dim() == 2:
-        return _class_losses(model, logits, labels["labels"], smoothing)
-    if logits.dim() == 3 and labels["labels"].dim() == 2:
-        return _token_losses(logits, labels["labels"], smoothing, shifted=_shifts(model))
-    raise InvalidArgument(
-        f"{type(model).__name__} with logits of {logits.dim()} dimensions has no known loss: {REMEDY}"
-    )
+        pairs = zip(
+            _logits(outputs, ("start_logits", "end_logits")), ("start_positions", "end_positions"), strict=False
+        )
+        terms = [_position_terms(logits, labels[name]) for logits, name in pairs]
+        if len(terms) == 2:
+            return terms
+    found = _logits(outputs, ("logits",))
+    if "labels" in labels and found:
+        (logits,), wanted = found, labels["labels"]
+        if logits.dim() == 2:
+            return [_class_terms(model, logits, wanted, smoothing)]
+        if logits.dim() == 3 and wanted.dim() == 2:
+            return [_token_terms(logits, wanted, smoothing, shifted)]
+    raise InvalidArgument(f"{type(model).__name__} with labels {sorted(labels)} has no known loss: {REMEDY}")
 
 
-def _position_losses(logits: Tensor, positions: Tensor) -> Tensor:
-    """Cross-entropy of a start or end position; positions outside the text count as zero."""
+def _logits(outputs: Any, names: Sequence[str]) -> list[Tensor]:
+    """The outputs of these names; of a tuple its first ones."""
+    if isinstance(outputs, Tensor):
+        found = [outputs]
+    elif isinstance(outputs, tuple | list):
+        tensors = (value for value in outputs if isinstance(value, Tensor))
+        found = [value for value in tensors if value.dim() > 1 and value.is_floating_point()][: len(names)]
+    else:
+        named = outputs if isinstance(outputs, Mapping) else vars(outputs)
+        found = [named[name] for name in names if isinstance(named.get(name), Tensor)]
+    return found
+
+
+def _everything(values: Tensor) -> Terms:
+    return Terms(values, torch.ones_like(values, dtype=torch.bool))
+
+
+def _position_terms(logits: Tensor, positions: Tensor) -> Terms:
+    """Cross-entropy of a start or end position; positions outside the text do not count."""
     outside = logits.size(1)
     clamped = positions.view(len(logits)).clamp(0, outside)
-    return F.cross_entropy(logits, clamped, ignore_index=outside, reduction="none")
+    values = F.cross_entropy(logits, clamped, ignore_index=outside, reduction="none")
+    return Terms(values.unsqueeze(1), (clamped != outside).unsqueeze(1))
 
 
-def _class_losses(model: nn.Module, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+def _class_terms(model: nn.Module, logits: Tensor, labels: Tensor, smoothing: float) -> Terms:
     config = getattr(model, "config", None)
     problem = getattr(config, "problem_type", None)
     if problem is None:
@@ -74,24 +143,26 @@ def _class_losses(model: nn.Module, logits: Tensor, labels: Tensor, smoothing: f
         problem = "single_label_classification" if whole else "multi_label_classification"
         problem = "regression" if logits.size(1) == 1 else problem
     if problem == "regression":
-        return F.mse_loss(logits, labels.view_as(logits).to(logits.dtype), reduction="none").mean(1)
+        return _everything(F.mse_loss(logits, labels.view_as(logits).to(logits.dtype), reduction="none"))
     if problem == "multi_label_classification":
-        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
-    return F.cross_entropy(logits, labels.view(len(logits)), reduction="none", label_smoothing=smoothing)
+        return _everything(F.binary_cross_entropy_with_logits(logits, labels, reduction="none"))
+    labels = labels.view(len(logits))
+    values = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    return Terms(values.unsqueeze(1), (labels != IGNORED).unsqueeze(1))
 
 
-def _token_losses(logits: Tensor, labels: Tensor, smoothing: float, shifted: bool) -> Tensor:
-    """The mean over each record's labelled tokens; zero for a record without any."""
+def _token_terms(logits: Tensor, labels: Tensor, smoothing: float, shifted: bool) -> Terms:
+    """Every labelled token counts."""
     labels = F.pad(labels, (logits.size(1) - labels.size(1), 0), value=IGNORED)  # a learned prompt has no labels
     if shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    losses = F.cross_entropy(
+    values = F.cross_entropy(
         logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
     )
-    return losses.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+    return Terms(values, labels != IGNORED)
 
 
-def _shifts(model: nn.Module) -> bool:
-    """Whether the logits at a position predict the label of the next one."""
+def shifts(model: nn.Module) -> bool:
+    """Whether a model of this class takes the logits at a position to predict the label of the next one."""
     loss = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM")
     return loss is ForCausalLMLoss and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)

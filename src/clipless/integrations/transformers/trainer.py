@@ -10,16 +10,17 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
-from clipless.errors import InvalidArgument, InvalidType, MissingLibrary, Misuse
+from clipless.errors import CliplessError, InvalidArgument, InvalidType, MissingLibrary, Misuse
 from clipless.gradients import Kernels
-from clipless.integrations.transformers.losses import REMEDY, decoder_inputs, record_losses, split_labels
-from clipless.integrations.transformers.own_loss import refuse_other_loss
-from clipless.integrations.transformers.padding import refuse_unmasked_padding
+from clipless.integrations.transformers.losses import decoder_inputs, record_losses, split_labels
+from clipless.integrations.transformers.noted import NotedLosses, RecordLosses
+from clipless.integrations.transformers.own_loss import shift_of_loss
 from clipless.integrations.transformers.settings import refuse_settings, warn_of_training_records
 from clipless.integrations.transformers.turns import Turn, Turns, loader_of
 from clipless.neighbours import pass_length
 from clipless.privacy import Privacy
 from clipless.private import Private, make_private
+from clipless.runs.ledger_file import read_ledger
 from clipless.sampling.fetching import source_of
 
 LEDGER, CHECKPOINT = "ledger.jsonl", "clipless.checkpoint"
@@ -56,7 +57,7 @@ class PrivateTrainer(Trainer):
     With another Trainer: `class Mine(PrivateTrainer, Seq2SeqTrainer): pass`.
     """
 
-    # Evaluation uses it, training does not; a subclass that changes it expects training to.
+    # Evaluation uses it, training does not, unless a subclass has its own.
     _evaluation_loss: ClassVar[Callable[..., Any]] = Trainer.compute_loss
 
     def __init__(
@@ -73,6 +74,7 @@ class PrivateTrainer(Trainer):
         self.private: Private | None = None
         self._turns: Turns | None = None
         self._records: DataLoader[Any] | None = None
+        self._shifted: bool | None = None
         super().__init__(*args, **more)
         warn_of_training_records(self.eval_dataset, self.train_dataset)
 
@@ -143,6 +145,23 @@ class PrivateTrainer(Trainer):
 
     # The run.
 
+    def train(self, *args: Any, **more: Any) -> Any:
+        """As the Trainer does. If a check refuses the first step, nothing was released, and nothing is left of the run."""
+        try:
+            return super().train(*args, **more)
+        except CliplessError:
+            self._forget_unbegun()
+            raise
+
+    def _forget_unbegun(self) -> None:
+        """Remove the hooks and the ledger of a run that has taken no step."""
+        ledger = Path(self.args.output_dir) / LEDGER
+        if self.private is None or self.private.ledger.steps:
+            return
+        self.private.detach()
+        if self.is_world_process_zero() and ledger.is_file() and not read_ledger(ledger).ledger().steps:
+            ledger.unlink()
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """Model, optimizer and scheduler as the Trainer prepares them; then the private run around them."""
         if self.private is not None:
@@ -154,13 +173,8 @@ class PrivateTrainer(Trainer):
         assert self._records is not None
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # the one that Accelerate wraps
-        if self.compute_loss_func is None and type(self).compute_record_losses is PrivateTrainer.compute_record_losses:
-            refuse_other_loss(self.model, self._records, self._prepare_inputs)
-        refuse_unmasked_padding(
-            self.model,
-            self._records,
-            lambda inputs: self.compute_record_losses(self.model, self._prepare_inputs(inputs)),
-        )
+        if self._losses_of_the_model:
+            self._shifted = shift_of_loss(self.model, self._records, self._prepare_inputs)
         per_epoch = len(self._turns) // self.args.gradient_accumulation_steps
         whole = self.args.max_steps <= 0 and max_steps % per_epoch == 0
         private = make_private(
@@ -203,17 +217,12 @@ class PrivateTrainer(Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        total = torch.zeros((), device=self.args.device)
+        losses = NotedLosses(self._function, self._prepare_inputs)
         for part in inputs:
             # Accelerate turns autocast on inside the model's forward; a run that checks itself must see it from outside.
             with self.compute_loss_context_manager(), self.accelerator.autocast():
-                losses = self.compute_record_losses(model, self._prepare_inputs(part))
-            if not isinstance(losses, Tensor) or losses.dim() != 1:
-                shape = f"of {losses.dim()} dimensions" if isinstance(losses, Tensor) else type(losses).__name__
-                raise InvalidArgument(f"the loss is {shape}, and a private step needs every record's own: {REMEDY}")
-            self.private.backward(losses)
-            if self.log_not_private_loss:
-                total += losses.detach().sum()
+                self.private.accumulate(losses.of_next_part(), part)
+        total = losses.total if self.log_not_private_loss else torch.zeros((), device=self.args.device)
         return total * self.args.world_size / self.private.plan.expected_batch
 
     def compute_record_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -224,7 +233,26 @@ class PrivateTrainer(Trainer):
         outputs = model(**decoder_inputs(base, given, labels))
         if self.compute_loss_func is not None:
             return self.compute_loss_func(outputs, labels.get("labels"), num_items_in_batch=None)
-        return record_losses(base, outputs, labels, self.args.label_smoothing_factor)
+        return record_losses(base, outputs, labels, self.args.label_smoothing_factor, self._shifted)
+
+    @property
+    def _losses_of_the_model(self) -> bool:
+        """Whether the losses that are trained are to be the model's own."""
+        return (
+            self.compute_loss_func is None
+            and not self._has_own_losses
+            and type(self).compute_loss is type(self)._evaluation_loss
+        )
+
+    @property
+    def _has_own_losses(self) -> bool:
+        return type(self).compute_record_losses is not PrivateTrainer.compute_record_losses
+
+    @property
+    def _function(self) -> RecordLosses:
+        """What computes the losses in training: a subclass' own `compute_loss`, if it has no `compute_record_losses`."""
+        own_loss = type(self).compute_loss is not type(self)._evaluation_loss
+        return self.compute_loss if own_loss and not self._has_own_losses else self.compute_record_losses
 
     def _base_model(self) -> nn.Module:
         """The model itself, where an adapter is around it."""
@@ -284,12 +312,10 @@ def _refuse_overridden(trainer: type[PrivateTrainer]) -> None:
             f"PrivateTrainer is made for transformers 5.22, and the Trainer of this version has no {missing[0]}: install "
             "that version."
         )
-    fixed = {name: getattr(PrivateTrainer, name) for name in ("training_step", "get_train_dataloader")}
-    fixed["compute_loss"] = trainer._evaluation_loss
-    for name, own in fixed.items():
-        if getattr(trainer, name) is not own:
+    for name in ("training_step", "get_train_dataloader"):
+        if getattr(trainer, name) is not getattr(PrivateTrainer, name):
             raise InvalidType(
                 f"{trainer.__name__} has its own {name}, which private training does not use: override "
-                "compute_record_losses(model, inputs), which returns one loss per record, and give the data as "
-                "train_dataset and data_collator."
+                "compute_record_losses(model, inputs) or compute_loss, which return one loss per record, and give the data "
+                "as train_dataset and data_collator."
             )
