@@ -111,12 +111,12 @@ def test_a_record_without_labels_has_no_loss() -> None:
 
 
 class Weighted(transformers.BertForSequenceClassification):
-    """A loss of its own, that weighs classes."""
+    """Weighs classes: of one record's mean nothing of that is left."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
         outputs = super().forward(input_ids, attention_mask)
         if labels is not None:
-            outputs["loss"] = nn.functional.cross_entropy(outputs.logits, labels) * (1 + labels.float().mean()) * 2
+            outputs["loss"] = nn.functional.cross_entropy(outputs.logits, labels, torch.tensor([1.0, 1.02]))
         return outputs
 
 
@@ -138,3 +138,131 @@ def test_a_loss_that_is_not_known_is_refused_before_training(broken: str, tmp_pa
         trainer.train()
     assert all(torch.equal(value, before[name]) for name, value in hf.weights_of(model).items())
     assert not (tmp_path / "ledger.jsonl").exists()
+
+
+class Tagger(transformers.PreTrainedModel):
+    """Labels every token, with a last layer that may begin at zero, and returns what `order` says."""
+
+    config_class = transformers.BertConfig
+
+    def __init__(self, order: str = "named", zero: bool = True, shifted: bool = False, noisy: bool = False) -> None:
+        super().__init__(transformers.BertConfig())
+        self.words, self.last = nn.Embedding(hf.VOCABULARY, 16), nn.Linear(16, hf.VOCABULARY)
+        self.order, self.shifted, self.noisy = order, shifted, noisy
+        if zero:
+            nn.init.zeros_(self.last.weight)
+            nn.init.zeros_(self.last.bias)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        vectors = self.words(input_ids)
+        if self.noisy:  # at a level of its own for every record, as in diffusion, also in evaluation
+            level = torch.rand(len(vectors), 1, 1)
+            vectors = (1 - level) * vectors + level * torch.randn_like(vectors)
+        logits = self.last(vectors)
+        if labels is None:
+            return {"logits": logits} if self.order == "named" else (logits, None)
+        wanted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] if self.shifted else labels
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        named = {"logits": logits, "loss": loss}
+        return named if self.order == "named" else tuple(named[name] for name in self.order.split())
+
+
+def run(model: Any, records: list[dict[str, Any]], folder: Path, steps: int = 1, **more: Any) -> PrivateTrainer:
+    """Steps with hardly any noise, all records in each."""
+    privacy = clipless.Privacy(noise_multiplier=1e-3, delta=1e-3, accountant="rdp", seed=3)
+    settings = {"per_device_train_batch_size": len(records), "gradient_accumulation_steps": 1, "max_steps": steps}
+    settings |= {"lr_scheduler_type": "constant", "learning_rate": 0.1, "weight_decay": 0.0}
+    given = {"train_dataset": records, "data_collator": hf.collate, "privacy": privacy, **more}
+    trainer = PrivateTrainer(model, hf.arguments(folder, **settings), **given)
+    trainer.train()
+    return trainer
+
+
+def same_label() -> list[dict[str, Any]]:
+    """Every token is its own label; what comes next is no help."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, hf.VOCABULARY, (16, 8), generator=generator)
+    return [{"input_ids": row.tolist(), "attention_mask": [1] * 8, "labels": row.tolist()} for row in tokens]
+
+
+@pytest.mark.parametrize("order", ["named", "logits loss", "loss logits"])
+@pytest.mark.parametrize(("zero", "shifted"), [(True, False), (False, False), (True, True), (False, True)])
+def test_the_models_own_loss_is_found_and_trained(order: str, zero: bool, shifted: bool, tmp_path: Path) -> None:
+    """Of the label at the token or of the next one's, wherever the loss is in the output, from a layer of zeros too."""
+    torch.manual_seed(0)
+    records = same_label()
+    trainer = run(Tagger(order, zero, shifted), records, tmp_path, steps=2 if shifted else 25)
+    model, inputs = trainer.model.eval(), hf.collate(records)
+    with torch.no_grad():
+        found = trainer.compute_record_losses(model, dict(inputs))
+        alone = [model(**{key: value[n : n + 1] for key, value in inputs.items()}) for n in range(len(records))]
+        own = [output["loss"] if order == "named" else min(output, key=Tensor.dim) for output in alone]
+        logits = model(inputs["input_ids"])["logits" if order == "named" else 0]
+    assert torch.allclose(found, torch.stack(own), atol=1e-5)
+    assert shifted or float((logits.argmax(2) == inputs["labels"]).float().mean()) == 1.0
+
+
+def test_a_model_that_draws_noise_in_its_forward_is_trained(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trainer = run(Tagger(zero=False, noisy=True), same_label(), tmp_path, steps=3)
+    assert trainer.private is not None
+    assert trainer.private.ledger.steps == 3
+
+
+def mixture(**more: Any) -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {
+        "num_key_value_heads": 1,
+        "num_local_experts": 4,
+        "vocab_size": hf.VOCABULARY,
+        "max_position_embeddings": 32,
+    }
+    torch.manual_seed(1)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **more))  # type: ignore[arg-type]
+
+
+def test_a_routers_auxiliary_loss_is_refused_however_small(tmp_path: Path) -> None:
+    made = mixture(output_router_logits=True, router_aux_loss_coef=0.001)
+    with pytest.raises(clipless.InvalidArgument, match="output_router_logits=False"):
+        run(made, hf.texts(labels="tokens"), tmp_path)
+
+
+class Balanced(Tagger):
+    """With a small loss of the whole batch of which no setting tells."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        outputs = super().forward(input_ids, attention_mask, labels)
+        chosen = outputs["logits"].softmax(2)
+        load = nn.functional.one_hot(chosen.argmax(2), hf.VOCABULARY).float().mean((0, 1)) * chosen.mean((0, 1))
+        return (
+            {**outputs, "loss": outputs["loss"] + 0.001 * hf.VOCABULARY * load.sum()} if labels is not None else outputs
+        )
+
+
+def test_a_small_loss_of_the_whole_batch_is_no_loss_of_the_records(tmp_path: Path) -> None:
+    with pytest.raises(clipless.InvalidArgument, match="not known here.*compute_loss_func"):
+        run(Balanced(zero=False), same_label(), tmp_path)
+
+
+def gpt2_classifier(pad: int | None) -> nn.Module:
+    sizes = {"vocab_size": hf.VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    torch.manual_seed(1)
+    return transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes, pad_token_id=pad))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pad", [0, hf.VOCABULARY - 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_padded_classifier_is_judged_by_its_padding_and_not_by_the_tokens(
+    pad: int, seed: int, tmp_path: Path
+) -> None:
+    """It reads the last token that is no padding, if it knows what padding is. The collator pads with 0."""
+    records = hf.texts()
+    generator = torch.Generator().manual_seed(seed)
+    for record in records:
+        last = torch.randint(1, hf.VOCABULARY - 1, (), generator=generator)
+        record["input_ids"] = [*record["input_ids"][:-1], int(last)]
+    if pad:
+        with pytest.raises(clipless.Misuse, match="collated alone"):
+            run(gpt2_classifier(pad), records, tmp_path)
+    else:
+        assert run(gpt2_classifier(pad), records, tmp_path).state.global_step == 1

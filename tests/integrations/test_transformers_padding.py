@@ -19,6 +19,7 @@ def trainer(folder: Path, name: str, collate: Any, **more: Any) -> PrivateTraine
     model = problem.make()
     given = {"train_dataset": problem.records, "data_collator": collate, "privacy": PRIVACY, **more}
     settings = {"max_steps": 1, "lr_scheduler_type": "constant", "remove_unused_columns": False}
+    settings["gradient_accumulation_steps"] = len(given["train_dataset"]) // 4
     return PrivateTrainer(model, hf.arguments(folder, **settings), optimizers=(hf.optimizer_for(model), None), **given)
 
 
@@ -43,6 +44,27 @@ def masked_at_random(records: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, hf.VOCABULARY - 1)}
 
 
+def by_length(records: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return without_mask(sorted(records, key=lambda record: -len(record["input_ids"])))
+
+
+def with_positions(records: list[dict[str, Any]]) -> dict[str, Tensor]:
+    batch = without_mask(records)
+    return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1]).unsqueeze(0)}
+
+
+def masked_unmasked(records: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {name: value for name, value in masked_at_random(records).items() if name != "attention_mask"}
+
+
+def one_long(count: int, odd: int) -> list[dict[str, Any]]:
+    """Texts of five tokens, of which one is longer."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [14 if number == odd else 5 for number in range(count)]
+    tokens = [torch.randint(1, hf.VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": row, "attention_mask": [1] * len(row), "labels": k % 2} for k, row in enumerate(tokens)]
+
+
 def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     return nn.functional.cross_entropy(outputs.logits, labels, reduction="none") ** 2
 
@@ -55,6 +77,10 @@ def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Ten
         ("lora", without_mask, {}),
         ("gpt2, tied", padded_on_the_left, {}),
         ("t5", without_mask, {}),
+        ("bert", without_mask, {"train_dataset": one_long(200, 3)}),
+        ("bert", by_length, {}),
+        ("bert", with_positions, {}),
+        ("bert", masked_unmasked, {}),
     ],
 )
 def test_padding_that_is_not_masked_is_refused(name: str, collate: Any, more: dict[str, Any], tmp_path: Path) -> None:
