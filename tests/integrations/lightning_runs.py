@@ -23,7 +23,7 @@ QUIET = (
 
 
 class Classifier(pl.LightningModule):
-    """Two layers and dropout, called one after the other: no single module is the model."""
+    """Two layers and dropout, called one after the other: no single module is the model. One loss per record."""
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        return self.criterion(self.head(self.body(x)), y)
+        return nn.functional.cross_entropy(self.head(self.body(x)), y, reduction="none")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -47,11 +47,15 @@ class Classifier(pl.LightningModule):
 
 
 class RecordClassifier(RecordLosses, Classifier):
-    """Returns one loss per record."""
+    """Says so where there is no private run."""
+
+
+class MeanClassifier(Classifier):
+    """The mean over the batch, of what the module itself returns."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        return nn.functional.cross_entropy(self.head(self.body(x)), y, reduction="none")
+        return self.criterion(self(x), y)
 
 
 def records(count: int = RECORDS) -> TensorDataset:
@@ -91,27 +95,39 @@ def fit(
     """Train a fresh module; `how` are the arguments of PrivateTraining beside `privacy`."""
     torch.manual_seed(1)
     module = Classifier() if module is None else module
-    callback = PrivateTraining(privacy(), **(how or {}))
+    callback = PrivateTraining(privacy(), **(reduction_of(module) | (how or {})))
     validated = DataLoader(records(), batch_size=16) if validation else None
     trainer(folder, callback, *others, **options).fit(module, loader(), validated)
     return module, callback
 
 
+def reduction_of(module: pl.LightningModule) -> dict[str, Any]:
+    return {"loss_reduction": "mean"} if isinstance(module, MeanClassifier) else {}
+
+
 def by_hand(
     steps: int, module: pl.LightningModule | None = None, parts: int = 1, **changes: Any
 ) -> tuple[pl.LightningModule, clipless.Private]:
-    """The same training in a loop of one's own; `private.backward` if losses are those of records."""
+    """The same training in a loop of one's own, by the form that the module's losses have."""
     torch.manual_seed(1)
     module = Classifier() if module is None else module
     optimizer = module.configure_optimizers()
     private = clipless.make_private(
-        module, optimizer, records(), **privacy(**changes).arguments(), batch_size=BATCH, epochs=2
+        module,
+        optimizer,
+        records(),
+        **privacy(**changes).arguments(),
+        **reduction_of(module),
+        batch_size=BATCH,
+        epochs=2,
     )
     for batch in chain(private.loader.parts(parts), private.loader.parts(parts) if steps > RECORDS // BATCH else ()):
         optimizer.zero_grad()
         for part in batch:
-            loss = module.training_step(part, 0)
-            private.backward(loss) if loss.dim() else loss.backward()
+            if isinstance(module, MeanClassifier):
+                module.training_step(part, 0).backward()
+            else:
+                private.accumulate(lambda model, batch: model.training_step(batch, 0), part)
         optimizer.step()
         if private.steps_taken == steps:
             break

@@ -12,12 +12,14 @@ from lightning_runs import (
     QUIET,
     RECORDS,
     Classifier,
+    MeanClassifier,
     RecordClassifier,
     by_hand,
     fit,
     loader,
     privacy,
     records,
+    reduction_of,
     same_weights,
     trainer,
 )
@@ -30,7 +32,7 @@ from clipless.integrations.lightning import PrivateTraining
 pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
 
 
-@pytest.mark.parametrize("make", [Classifier, RecordClassifier])
+@pytest.mark.parametrize("make", [Classifier, RecordClassifier, MeanClassifier])
 def test_three_steps_are_those_of_a_loop_bit_for_bit(make: type[Classifier], tmp_path: Path) -> None:
     torch.manual_seed(1)
     module, callback = fit(tmp_path, module=make(), max_steps=3, max_epochs=-1)
@@ -56,11 +58,12 @@ def test_two_epochs_with_validation_are_those_of_a_loop_without(tmp_path: Path) 
     assert callback.private.ledger == private.ledger
 
 
-@pytest.mark.parametrize("make", [Classifier, RecordClassifier])
+@pytest.mark.parametrize("make", [Classifier, MeanClassifier])
 @pytest.mark.parametrize("clipping", ["abadi", "dc-p"])
 def test_accumulated_batches_are_parts_of_one_batch(make: type[Classifier], clipping: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    module, callback = make(), PrivateTraining(privacy(clipping=clipping))
+    module = make()
+    callback = PrivateTraining(privacy(clipping=clipping), **reduction_of(module))
     torch.manual_seed(1)
     trainer(tmp_path, callback, accumulate_grad_batches=2, max_steps=3, max_epochs=-1).fit(module, loader(BATCH // 2))
     torch.manual_seed(1)
@@ -121,7 +124,7 @@ def test_no_hook_sees_a_gradient_without_noise(tmp_path: Path) -> None:
     private = clipless.make_private(expected, optimizer, records(), **arguments, batch_size=BATCH, steps=4)
     for batch in private.loader:
         optimizer.zero_grad()
-        expected.training_step(batch, 0).backward()
+        private.accumulate(lambda model, part: model.training_step(part, 0), batch)
         optimizer.step()
         by_step.append([p.grad.clone() for p in expected.parameters() if p.grad is not None])
     assert {"on_before_backward", "on_after_backward", "on_before_optimizer_step"} <= looks.seen.keys()
@@ -153,7 +156,7 @@ class Without(Dataset[Any]):
 class Weighted(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, weight = batch
-        return (nn.functional.cross_entropy(self.head(self.body(x)), y, reduction="none") * weight).mean()
+        return nn.functional.cross_entropy(self.head(self.body(x)), y, reduction="none") * weight
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -175,13 +178,16 @@ def test_removing_a_record_moves_the_step_by_at_most_its_threshold(clipping: str
 
 
 def test_the_users_loader_is_taken_over(tmp_path: Path) -> None:
-    """Its collate function and its workers; and an empty batch is a step like any other."""
+    """Its collate function and its workers; and an empty batch is a step like any other, without a training_step."""
 
     class Rare(Classifier):
         sizes: list[int]
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.sizes.append(len(batch[0]))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert len(batch[0])
             return super().training_step(batch, batch_idx)
 
     calls = []
@@ -195,6 +201,7 @@ def test_the_users_loader_is_taken_over(tmp_path: Path) -> None:
     trainer(tmp_path, callback, max_steps=12, max_epochs=-1).fit(module, loader(1, collate_fn=collate))
     assert calls
     assert 0 in module.sizes
+    assert len(module.sizes) == 12
     assert callback.private is not None
     assert callback.private.steps_taken == 12
 

@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
 class Logs(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.log("train_loss", loss.mean(), prog_bar=True, on_step=True, on_epoch=True)
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log("late_loss", outputs["loss"])
+        self.log("late_loss", outputs["loss"].mean())
 
 
 def test_training_metrics_reach_no_one(tmp_path: Path) -> None:

@@ -8,7 +8,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from lightning_runs import QUIET, Classifier, by_hand, fit, loader, privacy, records, same_weights, trainer
+from lightning_runs import (
+    QUIET,
+    Classifier,
+    MeanClassifier,
+    by_hand,
+    fit,
+    loader,
+    privacy,
+    records,
+    same_weights,
+    trainer,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
@@ -87,7 +98,7 @@ class ClosureFirst(Classifier):
         optimizer.optimizer.step()
 
 
-class OwnBackward(Classifier):
+class OwnBackward(MeanClassifier):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(retain_graph=True)
 
@@ -188,7 +199,7 @@ class Measured(Classifier):
         found = self.head(self.body(x))
         if self.in_training:
             self.log("accuracy", self.accuracy(found, y))
-        return self.criterion(found, y)
+        return nn.functional.cross_entropy(found, y, reduction="none")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.accuracy(self(batch[0]), batch[1])

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
-from lightning_runs import QUIET, Classifier, RecordClassifier, fit, loader, privacy, records, trainer
+from lightning_runs import QUIET, Classifier, MeanClassifier, RecordClassifier, fit, loader, privacy, records, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
@@ -47,9 +47,21 @@ class Fetches(Classifier):
         raise AssertionError
 
 
-class Vector(Classifier):
+class Vector(MeanClassifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
+
+
+class OwnBackward(Classifier):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.sum().backward()
+
+
+class InParts(MeanClassifier):
+    """The mean of what its parts return, between which anything might happen."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.criterion(self.head(self.body(batch[0])), batch[1])
 
 
 class SkipsSteps(Classifier):
@@ -65,7 +77,7 @@ class SkipsEpochs(Classifier):
 class Mixes(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = self.body(batch[0])
-        return self.criterion(self.head(hidden - hidden.mean(0)), batch[1])
+        return nn.functional.cross_entropy(self.head(hidden - hidden.mean(0)), batch[1], reduction="none")
 
 
 class WithBatchNorm(Classifier):
@@ -102,12 +114,15 @@ def by_time() -> ModelCheckpoint:
         ({"module": Manual}, "automatic_optimization"),
         ({"module": ClipsItself}, "configure_gradient_clipping"),
         ({"module": Fetches}, "batch_idx"),
-        ({"module": Vector}, "RecordLosses"),
+        ({"module": Vector}, "leave loss_reduction out"),
+        ({"module": MeanClassifier, "how": {"loss_reduction": None}}, "reduction='none'"),
+        ({"module": OwnBackward}, "has its own backward"),
+        ({"module": InParts}, "'body' was called, and not the model"),
         ({"module": SkipsSteps}, "without its backward"),
         ({"module": SkipsEpochs, "max_epochs": 2}, "drawn and not stepped"),
         ({"module": WithBatchNorm}, "GroupNorm"),
         ({"module": WithFixedBatchNorm, "others": lambda: StochasticWeightAveraging(0.1)}, "further epoch"),
-        ({"precision": "bf16-mixed"}, "RecordLosses"),
+        ({"precision": "bf16-mixed", "module": MeanClassifier}, "Leave loss_reduction out"),
         ({"limit_train_batches": 0}, "no step"),
         ({"others": LearningRateFinder}, "clipless tune"),
         ({"others": lambda: ThroughputMonitor(len), "logger": True}, "number of records drawn"),

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_runs import BATCH, QUIET, Classifier, loader, privacy, records, same_weights, trainer
+from lightning_runs import BATCH, QUIET, Classifier, MeanClassifier, loader, privacy, records, same_weights, trainer
 from torch.utils.data import DataLoader
 
 import clipless
@@ -141,7 +141,7 @@ def test_other_plans_and_plain_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(clipless.InvalidArgument, match="ledger"):
         train(tmp_path / "other", path, how={"ledger": tmp_path / "missing.jsonl"})
     plain = trainer(tmp_path, max_epochs=1)
-    plain.fit(Classifier(), loader())
+    plain.fit(MeanClassifier(), loader())
     plain.save_checkpoint(tmp_path / "plain.ckpt")
     with pytest.raises(clipless.Misuse, match="no private run"):
         train(tmp_path / "other", tmp_path / "plain.ckpt")
@@ -166,7 +166,7 @@ def test_a_run_that_has_ended_leaves_weights_without_keys(tmp_path: Path) -> Non
     assert all(torch.equal(saved["state_dict"][name], value) for name, value in module.state_dict().items())
     assert callback.spent().steps == 6
     module.zero_grad()
-    module.training_step(next(iter(loader())), 0).backward()
+    module.training_step(next(iter(loader())), 0).sum().backward()
     assert all(p.grad is not None for p in module.parameters()), "an ordinary module again"
     with pytest.raises(clipless.Misuse, match="no private run"):
         train(tmp_path / "other", tmp_path / "late.ckpt")

@@ -119,3 +119,44 @@ def test_a_loss_that_the_records_share_is_refused(
     torch.manual_seed(0)
     with pytest.raises(clipless.Misuse, match=r"private\.step\(record_losses, batch\)"):
         train(Language(loss, zero), targets, reduction)
+
+
+class WithCriterion(nn.Module):
+    """Holds its loss function as a module, which the loop calls."""
+
+    def __init__(self, criterion: nn.Module) -> None:
+        super().__init__()
+        self.body, self.criterion = nn.Linear(4, 3), criterion
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class Spread(nn.Module):
+    """Mixes the records of a batch."""
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y) - 0.1 * out.std(0).mean()
+
+
+@pytest.mark.parametrize(("criterion", "sound"), [(nn.CrossEntropyLoss, True), (Spread, False)])
+def test_a_loss_module_within_the_model_may_be_called_by_the_loop(criterion: type[nn.Module], sound: bool) -> None:
+    torch.manual_seed(0)
+    model, data = WithCriterion(criterion()), TensorDataset(torch.randn(RECORDS, 4), torch.arange(RECORDS) % 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = clipless.make_private(
+        model, optimizer, data, noise_multiplier=1.0, delta=1e-3, accountant="rdp", steps=3, seed=1,
+        batch_size=RECORDS, loss_reduction="mean",
+    )  # fmt: skip
+
+    def train() -> int:
+        for x, y in private.loader:
+            model.criterion(model(x), y).backward()
+            optimizer.step()
+        return private.ledger.steps
+
+    if sound:
+        assert train() == 3
+    else:
+        with pytest.raises(clipless.Misuse, match="private.step"):
+            train()

@@ -139,7 +139,7 @@ class SelfCheck:
         self._compared: set[object] = set()
         self._checked: list[Checked] = []
         self._waiting: list[ForwardPass] = []
-        self._backward_calls = BackwardCalls()
+        self._backward_calls, self._looking = BackwardCalls(), False
         self._functions: list[tuple[WholeStep, set[object]]] = []
         self._met, self._paths, self._sizes, self._extremes = Met(), Met(), LargestSizes(), ExtremeSizes()
         self._path_owing = False
@@ -228,7 +228,7 @@ class SelfCheck:
         pairs = zip(forward_pass.outputs, forward_pass.out_dims, strict=True)
         forward_pass.values = [sketch(output, dim or 0) for output, dim in pairs]
         forward_pass.drawn = forward_pass.rerun.now() if forward_pass.rerun else None
-        receive = partial(self._receive, micro, forward_pass)
+        receive = partial(self._arrived, micro, forward_pass)
         forward_pass.tapped = OutputTap.apply(receive, *forward_pass.outputs)  # type: ignore[no-untyped-call]
         if micro.whole is None:
             self._backward_calls.await_next(partial(self._refuse_loss, micro))
@@ -243,7 +243,16 @@ class SelfCheck:
         whole = check is not None and not check.at_losses and not micro.done and not micro.by_function
         if whole and micro.averaged is not None and isinstance(loss, Tensor) and loss.dim() == 0:
             assert check is not None
-            refuse_scalar(loss, check.forward_passes, micro.records, self._number, micro.averaged)
+            self._looking = True
+            try:
+                refuse_scalar(loss, check.forward_passes, micro.records, self._number, micro.averaged)
+            finally:
+                self._looking = False
+
+    def _arrived(self, micro: Checked, forward_pass: ForwardPass, grads: tuple[Tensor | None, ...]) -> None:
+        """Gradients have come to an output, which may be that of a loss module: not if only the loss is looked at."""
+        if not self._looking:
+            self._receive(micro, forward_pass, grads)
 
     def forget(self) -> None:
         """A new logical batch begins: compare nothing of the last."""

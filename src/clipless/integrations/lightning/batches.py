@@ -18,8 +18,10 @@ class PoissonBatches:
     data modules are set up by then.
 
     Its length is that of an epoch: of batches, or of parts where each batch is split. It has batches as soon as it has the
-    run.
+    run. `newest` is the last one, as it was collated.
     """
+
+    newest: Any = None
 
     def __init__(
         self,
@@ -55,13 +57,9 @@ class PoissonBatches:
         if self.random is not None:
             set_random_states(self.random)
             self.random = None
-        loader = self.private.loader
-        steps = self.length.steps_per_epoch
-        if self._parts == 1:
-            yield from islice(loader, steps)
-        else:
-            for parts in islice(loader.parts(self._parts), steps):
-                yield from parts
+        for parts in islice(self.private.loader.parts(self._parts), self.length.steps_per_epoch):
+            for self.newest in parts:
+                yield self.newest
 
 
 def one_loader(given: object) -> DataLoader[Any]:

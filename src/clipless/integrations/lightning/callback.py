@@ -19,8 +19,8 @@ from clipless.errors import InvalidType, Misuse
 from clipless.gradients import Kernels
 from clipless.integrations.lightning.batches import PoissonBatches, one_loader
 from clipless.integrations.lightning.length import RunLength, run_length
-from clipless.integrations.lightning.losses import RecordLosses, train_by
 from clipless.integrations.lightning.metrics import Withheld
+from clipless.integrations.lightning.optimization import PrivateOptimization, refuse_own_backward
 from clipless.integrations.lightning.refusals import (
     refuse_callbacks,
     refuse_dropped_batch,
@@ -47,7 +47,10 @@ class PrivateTraining(Callback):
     Checkpoints hold the run's state; `fit(ckpt_path=...)` resumes it. They need a ledger on disk, at `ledger`, or in the
     folder "ledgers" of the Trainer's `default_root_dir`. `reseed` resumes with new noise, and leaves steps that were lost
     counted. What is logged while training is computed from records without noise, and is withheld; `log_not_private=True`
-    logs it. `loss_reduction` says what `training_step` does with the losses of a batch.
+    logs it.
+
+    `training_step` returns one loss per record, (B,), and is checked as a whole. With `loss_reduction="mean"` or `"sum"` it
+    returns one number, which is that of the records' losses; it must then call the module itself, `self(x)`.
     """
 
     def __init__(
@@ -98,8 +101,10 @@ class PrivateTraining(Callback):
         refuse_callbacks(trainer.callbacks, pl_module)
         refuse_times(trainer.callbacks, trainer.accumulate_grad_batches)
         refuse_module(pl_module)
-        if self._loss_reduction == "mean" and not isinstance(pl_module, RecordLosses):
+        if self._loss_reduction == "mean":
             refuse_rounded_means(trainer.precision_plugin)
+        if self._loss_reduction is None:
+            refuse_own_backward(pl_module)
         self._saved = None
         source = trainer.fit_loop._data_source
         find, parts = _source(source), trainer.accumulate_grad_batches
@@ -127,7 +132,9 @@ class PrivateTraining(Callback):
             refuse_plain_checkpoint()
         loader, length = self._batches.source, self._batches.length
         self.private = self._batches.private = self._made(trainer, loader, length)
-        train_by(pl_module, self.private)
+        if self._loss_reduction is None:
+            epoch_loop = trainer.fit_loop.epoch_loop
+            epoch_loop.automatic_optimization = PrivateOptimization(trainer, self.private, self._batches, self._metrics)
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             trainer.strategy.model = pl_module  # the run adds up over the ranks itself, after clipping
         if self._saved is not None:
@@ -159,10 +166,12 @@ class PrivateTraining(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Undo the division of a part's loss by the number of parts: clipping is about each record's own loss."""
-        if loss.dim() and not isinstance(pl_module, RecordLosses):
+        if self._loss_reduction is None:
+            return
+        if loss.dim():
             raise Misuse(
-                "training_step returned more than one number: return the mean over the batch, or derive the module from "
-                "RecordLosses too, class Model(RecordLosses, LightningModule), and return one loss per record."
+                f"training_step returned more than one number, and not the {self._loss_reduction} that loss_reduction says: "
+                "leave loss_reduction out, and return one loss per record."
             )
         if trainer.accumulate_grad_batches > 1 and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * trainer.accumulate_grad_batches)

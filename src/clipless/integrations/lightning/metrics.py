@@ -14,7 +14,7 @@ class Withheld(_ResultCollection):
 
     def __init__(self, log_not_private: bool) -> None:
         super().__init__(training=True)
-        self._log_not_private, self._public = log_not_private, False
+        self._log_not_private, self._public, self._silent = log_not_private, False, False
         self._told: set[str] = set()
 
     @contextmanager
@@ -26,8 +26,19 @@ class Withheld(_ResultCollection):
         finally:
             self._public = False
 
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Inside, nothing is logged: a check repeats what was done."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
+
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log a value if it is public or was asked for, else warn, once for each name."""
+        if self._silent:
+            return
         if not self._public and name not in self._told:
             self._told.add(name)
             warnings.warn(self._message(fx, name), stacklevel=3)

@@ -52,8 +52,8 @@ def refuse_rounded_means(plugin: Precision) -> None:
     if "16" in plugin.precision:
         raise Misuse(
             f"precision={plugin.precision!r} rounds the division by the number of records, so that adding a record changes "
-            "the contribution of every other. Return one loss per record, class Model(RecordLosses, LightningModule), or "
-            "their sum with PrivateTraining(..., loss_reduction='sum')."
+            "the contribution of every other. Leave loss_reduction out and return one loss per record, or return their sum "
+            "with loss_reduction='sum'."
         )
 
 
