@@ -95,6 +95,7 @@ LONGEST = (
     "tests/gradients/projections/test_projection_engine.py",
     "tests/gradients/test_costs.py",
     "tests/accounting/test_calibrate.py",
+    "tests/app/test_run_files.py",
     "tests/gradients/recurrent/test_recurrent.py",
     "tests/auditing/test_step_game.py",
     "tests/app/test_cli_tune.py",

@@ -195,6 +195,21 @@ def test_an_event_that_was_not_planned_is_found(tmp_path: Path, finished: Path, 
     assert f"line {number + 1} of" in refused(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("plan.noise_multiplier", 50.0), ("plan.steps", 7), ("plan.epsilon", 0.1), ("metrics.epsilon", 0.025)],
+)
+def test_a_record_that_its_ledger_contradicts_is_found(
+    tmp_path: Path, finished: Path, path: str, value: object
+) -> None:
+    run = copied(finished, tmp_path)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(edited(record, path, value)))
+    assert "do not trust any epsilon" in refused(tmp_path)
+    done = clipless(tmp_path, "train", "--resume", "--out", "run", "--json")
+    assert (done.returncode, done.stdout) == (4, "")
+
+
 def test_a_ledger_that_is_only_sealed_again_is_read(tmp_path: Path, finished: Path) -> None:
     """What the tests above change is what makes the difference."""
     run = copied(finished, tmp_path)
@@ -212,7 +227,7 @@ def test_a_plan_without_a_ledger_is_compared_with_its_events_too(tmp_path: Path,
     assert clipless(tmp_path, "report", "run").returncode == 0
     for path, value in (("plan.noise_multiplier", 99.0), ("plan.epsilon", 0.1)):
         (run / "run.json").write_text(json.dumps(edited(record, path, value)))
-        assert "was edited" in refused(tmp_path)
+        assert "were edited" in refused(tmp_path)
     del record["plan"]["delta"]
     (run / "run.json").write_text(json.dumps(record))
     assert "is incomplete" in refused(tmp_path)
@@ -314,8 +329,7 @@ def losing(tmp_path: Path) -> Path:
 LOSE = [*QUICK, "--model", "losing:make", "--out", "run"]
 
 
-@pytest.mark.parametrize("shape", [[], ["--json"]], ids=["table", "json"])
-@pytest.mark.parametrize("kind", ["full", "pipe"])
+@pytest.mark.parametrize(("kind", "shape"), [("full", []), ("pipe", ["--json"])], ids=["full", "pipe"])
 def test_output_that_fails_at_the_end_loses_no_run_and_asks_for_no_other(
     losing: Path, kind: str, shape: list[str]
 ) -> None:
@@ -386,7 +400,7 @@ def test_a_name_that_is_no_text_is_refused_before_the_first_step(tmp_path: Path,
 
 def test_a_folder_whose_name_is_no_text_holds_a_whole_run(tmp_path: Path) -> None:
     strange = b"caf\xe9"
-    for arguments in ([*QUICK, "--out", strange], ["report", strange], ["report", strange, "--html", "page.html"]):
+    for arguments in ([*QUICK, "--out", strange], ["report", strange, "--html", "page.html"]):
         process = started(tmp_path, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         out, errors = process.communicate()
         assert process.returncode == 0, errors

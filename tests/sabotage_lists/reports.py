@@ -144,7 +144,7 @@ SABOTAGES = (
     Sabotage(
         "duration-taken-for-private",
         RESULT,
-        'return scores | {"metrics.seconds": _DURATION} | diagram',
+        'return scores | {"metrics.seconds": DURATION} | diagram',
         "return scores | diagram",
         (f"{RUN_FILES}::test_the_duration_of_a_run_is_not_private",),
     ),
@@ -186,9 +186,23 @@ SABOTAGES = (
     Sabotage(
         "broken-promise-not-noticed",
         "app/report.py",
-        "if wrong is None and broken_promise(",
-        "if False and broken_promise(",
+        'return "epsilon" if too_low or broken_promise(plan, planned) else None',
+        'return "epsilon" if too_low else None',
         (f"{RUN_FILES}::test_a_plan_that_its_events_contradict_is_found_although_every_hash_fits",),
+    ),
+    Sabotage(
+        "edited-record-reported",
+        "app/report.py",
+        'return "epsilon" if too_low or broken_promise(plan, planned) else None',
+        'return "epsilon" if broken_promise(plan, planned) else None',
+        (f"{RUN_FILES}::test_a_record_that_its_ledger_contradicts_is_found",),
+    ),
+    Sabotage(
+        "other-plan-in-the-record-reported",
+        "app/report.py",
+        "            if stored.get(name) != stated.get(name):\n",
+        "            if False:\n",
+        (f"{RUN_FILES}::test_a_record_that_its_ledger_contradicts_is_found",),
     ),
     Sabotage(
         "output-not-tried",

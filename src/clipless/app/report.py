@@ -8,7 +8,7 @@ from typing import Any
 from clipless.accounting import Ledger, Spent
 from clipless.errors import DamagedFile, InvalidArgument
 from clipless.neighbours import OLD_NOTE, is_old, with_relation
-from clipless.runs.contradictions import broken_promise, contradicted_field
+from clipless.runs.contradictions import PRICING, broken_promise, contradicted_field
 from clipless.runs.ledger_file import LedgerFile, read_ledger
 from clipless.runs.run_folder import RunFolder
 
@@ -92,20 +92,33 @@ def _consistent(found: RunReport) -> RunReport:
     if not found.private:
         return found
     try:
-        plan, ledger = found.plan, found.ledger
-        wrong = contradicted_field(plan, ledger)
-        if wrong is None and broken_promise(plan, ledger if found.file is None else found.file.planned):
-            wrong = "epsilon"
+        wrong = _contradiction(found)
     except (KeyError, TypeError) as error:
         raise DamagedFile(
             f"the plan of the run in {found.path} is incomplete. Restore its files from a copy."
         ) from error
     if wrong is not None:
         raise DamagedFile(
-            f"the plan of the run in {found.path} states another {wrong} than its steps have: it was edited. Restore its "
-            "files from a copy; do not trust any epsilon of this one."
+            f"the files of the run in {found.path} state another {wrong} than its steps have: they were edited. Restore "
+            "them from a copy; do not trust any epsilon of this one."
         )
     return found
+
+
+def _contradiction(found: RunReport) -> str | None:
+    """What the files of a run state in two ways; None if they agree."""
+    plan, ledger, record = found.plan, found.ledger, found.record
+    wrong = contradicted_field(plan, ledger)
+    if wrong is not None:
+        return wrong
+    if record and found.file:
+        stored, stated = found.file.plan, record["plan"]
+        for name in sorted(stored.keys() | stated.keys()):
+            if stored.get(name) != stated.get(name):
+                return name
+    planned = ledger if found.file is None else found.file.planned
+    too_low = bool(record) and record["metrics"]["epsilon"] < found.spent().epsilon * (1 - PRICING)
+    return "epsilon" if too_low or broken_promise(plan, planned) else None
 
 
 def _read_folder(path: Path, head: str | None) -> RunReport:

@@ -22,6 +22,7 @@ from clipless.app.terminal import output
 from clipless.app.terminal.output import Console
 from clipless.app.terminal.progress import PERCENT, progress_bar
 from clipless.app.terminal.signals import stopping
+from clipless.app.training.result import DURATION, TEST_RECORDS
 from clipless.errors import Interrupted, InvalidArgument
 from clipless.runs.run_folder import RunFolder
 
@@ -47,6 +48,9 @@ def run(
     picture = drawing.drawable(out / f"compare.{kind}")
     charts.figure()  # refuses before the work if nothing can be drawn
     records = load_data(data, **columns)
+    chosen = {name: value for name, value in run_options(settings).items() if name not in NOT_OPTIONS}
+    options = {"clippings": clippings, "seeds": repeats, **chosen}
+    text = config_text("compare", data, own_data(data, **columns), options)
     RunFolder(out).check_writable()
     bar = progress_bar(PERCENT, visible=not as_json, on_terminal_only=True)
     with bar, stopping() as stop:
@@ -64,9 +68,6 @@ def run(
         except Interrupted:
             output.show_warning("Stopped. The runs that ended are stored: the same command continues from there.")
             raise typer.Exit(stop.exit_code) from None
-    chosen = {name: value for name, value in run_options(settings).items() if name not in NOT_OPTIONS}
-    options = {"clippings": clippings, "seeds": repeats, **chosen}
-    text = config_text("compare", data, own_data(data, **columns), options)
     RunFolder(out).config.write_text(text, encoding="utf-8")
     title = f"{records.name}, {settings.model}, epsilon {settings.epsilon:g}"
     _finish(found, out, picture, title, as_json, records.notes)
@@ -83,7 +84,7 @@ def _finish(
         "advice": advice,
         "notes": notes,
         "cost_if_private": asdict(price),
-        "not_private": {"clippings.*.scores": "computed from the test records, which the guarantee does not cover"},
+        "not_private": {"clippings.*.scores": TEST_RECORDS, "clippings.*.seconds": DURATION},
         "figure": str(_draw(found, picture, title)),
     }
     (out / "compare.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -103,7 +104,13 @@ def _words(one: Compared) -> str:
 
 def _table(found: list[Compared], title: str) -> Table:
     table = Table(title=Text(title), title_justify="left")
-    for column in ("clipping", f"test {_words(found[0])} (not private)", "runs", "epsilon of one run", "seconds"):
+    for column in (
+        "clipping",
+        f"test {_words(found[0])} (not private)",
+        "runs",
+        "epsilon of one run",
+        "seconds (not private)",
+    ):
         table.add_column(column, overflow="fold")
     for one in sorted(found, key=lambda one: -one.merit):
         spent = "no privacy" if one.epsilon is None else output.short(one.epsilon)

@@ -12,6 +12,7 @@ from clipless.app.commands.begin import BegunRun
 from clipless.app.data import Data
 from clipless.app.options.data import DataGroup
 from clipless.app.options.files import FilesGroup
+from clipless.app.report import read_run
 from clipless.app.settings import TrainingSettings
 from clipless.app.terminal import output
 from clipless.app.terminal.progress import training_bar
@@ -62,7 +63,7 @@ def _show_finished(folder: RunFolder, *, as_json: bool) -> None:
         return
     output.show_warning(note)
     if as_json:
-        record = folder.read_record() or {}
+        record = read_run(folder.path).record  # or raises: what it says is not what its ledger says
         kept = {name: record.get(name) for name in ("private", "data", "metrics", "plan")}
         files = {"run": str(folder.record), "model": str(folder.model), "config": str(folder.config)}
         output.show_json({**kept, **files, "notes": [note]})

@@ -19,8 +19,8 @@ from clipless.runs.durable_files import replace_file
 from clipless.runs.ledger_file import read_ledger
 from clipless.runs.run_folder import RunFolder
 
-_TEST_RECORDS = "computed from the test records, which the guarantee does not cover"
-_DURATION = "the time a step takes grows with the batch that was drawn, and no noise hides that"
+TEST_RECORDS = "computed from the test records, which the guarantee does not cover"
+DURATION = "the time a step takes grows with the batch that was drawn, and no noise hides that"
 SEEDED = {
     "arguments.seed": "whoever knows the seed can subtract the noise: do not publish such a run as private",
 }
@@ -75,9 +75,9 @@ class Result:
 
     def not_private(self) -> dict[str, str]:
         """What in the record the guarantee does not cover, and why."""
-        diagram = {} if self.reliability is None else {"reliability": _TEST_RECORDS}
-        scores = {f"metrics.test_{self.metric}{end}": _TEST_RECORDS for end in ("", "_per_epoch")}
-        return scores | {"metrics.seconds": _DURATION} | diagram
+        diagram = {} if self.reliability is None else {"reliability": TEST_RECORDS}
+        scores = {f"metrics.test_{self.metric}{end}": TEST_RECORDS for end in ("", "_per_epoch")}
+        return scores | {"metrics.seconds": DURATION} | diagram
 
     def record(self) -> dict[str, Any]:
         """The contents of `run.json`."""
