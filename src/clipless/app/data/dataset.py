@@ -64,7 +64,7 @@ def span(name: str, labels: Array | torch.Tensor) -> int:
     """The number of classes of labels 0, 1, 2, ...; raises if most of them could not occur."""
     classes = int(labels.max()) + 1
     if classes < 2:
-        raise InvalidArgument(f"{name}: the labels have one class. A classifier needs at least two.")
+        raise InvalidArgument(f"{name}: the labels name one class. A classifier needs at least two classes.")
     if classes > len(labels):
         raise InvalidArgument(
             f"{name}: a label is out of range for so few records. Number the classes 0, 1, 2, ... without gaps."
@@ -96,7 +96,9 @@ def _records(name: str, part: str, features: Array, labels: Array) -> tuple[torc
         raise InvalidArgument(f"{name}: {part} features have shape {features.shape}. Give every record a feature.")
     labels = integer_labels(name, labels)
     if len(features) != len(labels):
-        raise InvalidArgument(f"{name}: there are not as many {part} labels as records. Give every record one label.")
+        raise InvalidArgument(
+            f"{name}: {len(features)} {part} records and {len(labels)} labels. Give every record one label."
+        )
     x = torch.from_numpy(features.astype(np.float32))
     if not x.isfinite().all():
         raise InvalidArgument(f"{name}: {part} features hold NaN, infinity or values beyond float32. Repair them.")
@@ -129,7 +131,7 @@ def make_targets(name: str, train: tuple[Array, Array], test: tuple[Array, Array
     for part, (features, targets) in (("training", train), ("test", test)):
         arrays = [torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32)) for array in (features, targets)]
         if len(features) == 0 or len(features) != len(targets):
-            raise InvalidArgument(f"{name}: the {part} part needs records, and a target for each.")
+            raise InvalidArgument(f"{name}: {len(features)} {part} records and {len(targets)} targets.")
         if not all(bool(array.isfinite().all()) for array in arrays):
             raise InvalidArgument(f"{name}: the {part} part holds NaN, infinity or values beyond float32. Repair it.")
         parts.append(TensorDataset(*arrays))
