@@ -150,7 +150,7 @@ class Journal:
         intact = ours.st_size == self._size and _end(self._descriptor, self._size) == self._tail
         if intact and found == (ours.st_dev, ours.st_ino):
             return
-        how = "changed" if not intact else "deleted" if found is None else "replaced"
+        how = "changed" if not intact else "deleted or moved" if found is None else "replaced"
         remedy = (
             self._copied() if intact else f"put back a copy that contains the line with hash {self.head}, and resume"
         )

@@ -90,14 +90,16 @@ def _try(descriptor: int) -> None:
     os.write(descriptor, b"")
     if sys.platform == "win32":
         return
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
         space = os.fstatvfs(descriptor)
         if space.f_blocks and not space.f_bavail:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    waiting = select.poll()
-    waiting.register(descriptor, select.POLLOUT)
-    if any(events & (select.POLLERR | select.POLLNVAL) for _, events in waiting.poll(0)):
-        raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
+    if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):
+        waiting = select.poll()
+        waiting.register(descriptor, select.POLLOUT)
+        if any(events & (select.POLLERR | select.POLLNVAL) for _, events in waiting.poll(0)):
+            raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def _give_up(stream: Any) -> None:
