@@ -91,7 +91,7 @@ def adult(folder: Path) -> None:
 
 
 TOKENS = (
-    "def load():\n    t = torch.randint(1, 9, (60, 5))\n    y = t.clone()\n    y[3, 2] = {value}\n"
+    "def load():\n    t = torch.randint(1, 9, (60, 5))\n    y = t.clone()\n    y[:, 2] = {value}\n"
     "    return dict(train=(t, y), test=(t, t), task='tokens', classes=9, vocabulary=9)\n"
 )
 FUNCTION = ["--data", "mine:load"]

@@ -113,6 +113,24 @@ def test_a_folder_that_is_gone_stops_the_run_and_says_what_stays_spent(tmp_path:
     run.close()
 
 
+def test_a_path_that_leads_elsewhere_later_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a folder that is gone, a link that now names another run, and from a current folder that is another one."""
+    for name in ("kept", "older", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "latest").symlink_to("kept")
+    monkeypatch.chdir(tmp_path)
+    run = begin()
+    run.private.save_to("older/../latest/ledger.jsonl")
+    run.go(3)
+    (tmp_path / "older").rmdir()
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("other")
+    monkeypatch.chdir(tmp_path / "other")
+    run.go().close()
+    assert len(read_ledger(tmp_path / "kept" / "ledger.jsonl").entries) == STEPS
+    assert not list((tmp_path / "other").iterdir())
+
+
 def test_a_step_is_not_released_if_the_file_is_replaced_while_its_line_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ class Journal:
 
     def __init__(self, path: Path, descriptor: int, found: LedgerFile, position: int) -> None:
         self.path, self.run = path, found.run
+        self._place = path.resolve()  # which links, folders on the way and the current folder change no more
         self.position, self.head = position, found.hash_at(position)
         self._pending = deque(found.entries[position:])
         self._pending_steps = sum(isinstance(entry.event, StepEvent) for entry in self._pending)
@@ -146,7 +147,7 @@ class Journal:
             raise Misuse(
                 f"the ledger {self.path} is closed after a failed write or detach(): resume from a checkpoint."
             )
-        found, ours = _identity(self.path), os.fstat(self._descriptor)
+        found, ours = _identity(self._place), os.fstat(self._descriptor)
         intact = ours.st_size == self._size and _end(self._descriptor, self._size) == self._tail
         if intact and found == (ours.st_dev, ours.st_ino):
             return
@@ -166,13 +167,13 @@ class Journal:
 
     def _copied(self) -> str:
         """Save what was recorded in a file of its own; returns what to do with it."""
-        copy = self.path.with_name(f"{self.path.stem}.{self.run[:8]}{self.path.suffix}")
+        copy = self._place.with_name(f"{self._place.stem}.{self.run[:8]}{self._place.suffix}")
         content = _read(self._descriptor, 0, self._size)
         try:
             replace_file(copy, lambda file: file.write(content))
         except OSError as error:
             return f"what was recorded could not be saved again ({error}); {self.position} steps were taken, and stay spent"
-        return f"what was recorded is in {copy}; move it to {self.path}, and resume"
+        return f"what was recorded is in {copy}; move it to {self._place}, and resume"
 
     def _skip_repeated(self) -> None:
         entry = self._pending.popleft()

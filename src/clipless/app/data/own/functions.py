@@ -43,8 +43,8 @@ def load_function(name: str, stated: OwnData) -> Data:
     for key in found:
         if key not in KEYS:
             near = difflib.get_close_matches(str(key), KEYS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""  # the key itself may be that of a record
-            raise InvalidArgument(f"{name} returned a key that is none of {', '.join(KEYS)}.{hint} {SHAPE}")
+            hint = f": did you mean {near[0]!r}?" if near else "."  # the key itself may be that of a record
+            raise InvalidArgument(f"{name} returned a key that is none of {', '.join(KEYS)}{hint} {SHAPE}")
     train, test = (_pair(name, key, found.get(key)) for key in ("train", "test"))
     names = stated.class_names()
     classes = found.get("classes") if names is None else len(names)
