@@ -101,6 +101,26 @@ def test_a_statistic_is_paid_for_in_the_phase_that_releases_it() -> None:
     assert plan.epsilon == pytest.approx(by_hand.spent(1e-5, "rdp").epsilon, rel=1e-9)
 
 
+def test_every_phase_divides_its_noise_as_its_own_clipping_says() -> None:
+    """Per layer, with unequal thresholds: the same budget, other standard deviations. Five of them of 20,000 numbers."""
+    thresholds, groups = [3.0, 4.0], [["0.*"], ["1.*"]]
+    uniform, equal = (clipless.abadi(thresholds, groups=groups, allocation=how) for how in ("uniform", "equal-budget"))
+    model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    data, settings = TensorDataset(torch.zeros(8, 100)), {"delta": 1e-5, "accountant": "rdp", "seed": 3}
+    how = clipless.schedule([(0.5, uniform), (0.5, equal)])
+    private = clipless.make_private(
+        model, optimizer, data, noise_multiplier=2.0, batch_size=4, steps=2, clipping=how, **settings
+    )
+    found = []
+    for (x,) in private.loader:
+        private.backward(model(x).sum(1))
+        optimizer.step()
+        found.append([4 * float(p.grad.double().std()) for p in model.parameters() if p.grad is not None])
+    assert found[0] == pytest.approx([2 * 5.0, 2 * 5.0], rel=5 / math.sqrt(20_000))
+    assert found[1] == pytest.approx([2 * math.sqrt(2) * one for one in thresholds], rel=5 / math.sqrt(20_000))
+
+
 def test_calibration_keeps_the_whole_schedule_within_the_budget() -> None:
     how = clipless.schedule(OF_POLICIES)
     run = begin(clipping=how, noise_multiplier=None, epsilon=3.0, accountant="pld")

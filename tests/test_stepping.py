@@ -244,6 +244,34 @@ def test_a_batch_of_several_blocks_that_was_handed_out_again_is_counted_once(siz
     assert same(*gradients)
 
 
+class Centring(nn.Linear):
+    """Moves all records to their mean, where autograd does not see it, as long as it `mixes`."""
+
+    mixes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.detach().mean(0) if self.mixes else x)
+
+
+def test_what_was_found_in_a_batch_that_was_broken_off_is_not_held_against_the_next_attempt() -> None:
+    for again in (False, True):
+        model = Centring(FEATURES, CLASSES)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        private = attach(model, optimizer)
+        batch = next(iter(private.loader))
+        model.mixes = True
+        backward(model, batch)
+        if again:
+            model.mixes = False
+            backward(model, private.loader.again())
+            optimizer.step()
+        else:
+            with pytest.raises(clipless.UnsupportedModule, match="depends on the other records"):
+                optimizer.step()
+        assert private.ledger.steps == again
+        private.detach()
+
+
 def test_no_part_of_a_batch_comes_twice() -> None:
     """With two iterators over the parts of one batch, a part could take another's place and count twice."""
     model, _, private = fresh(batch_size=20)

@@ -359,6 +359,51 @@ def test_a_record_that_cannot_be_read_stops_the_pass_and_not_the_run() -> None:
     assert found == drawn(sampled(numbered(20), batch_size=10))[taken:]
 
 
+@pytest.mark.parametrize("kind", ["one by one", "workers"])
+def test_after_a_record_that_cannot_be_read_the_pass_in_parts_is_over(kind: str) -> None:
+    """Workers may have fetched it or not: what they give next could be taken for other records."""
+    broken = {3}
+
+    class Damaged(Numbers):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            if index in broken:
+                raise OSError(f"record {index} is unreadable")
+            return super().__getitem__(index)
+
+    data = Damaged(20) if kind == "one by one" else DataLoader(Damaged(20), batch_size=20, num_workers=1)
+    private = sampled(data, batch_size=20)
+    passed = iter(private.loader.microbatches(2))
+    with pytest.raises(OSError, match="unreadable"):
+        list(next(passed))
+    broken.clear()
+    for part in private.loader.microbatches(5).again():
+        private._model(torch.zeros(len(part[0]), FEATURES)).sum().backward()
+    private._optimizer.step()
+    with pytest.raises(Misuse, match="a record could not be fetched"):
+        next(passed)
+    assert [sorted(batch) for batch in drawn(private)] == [list(range(20))] * 9
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_ranks_that_must_keep_in_step_have_the_same_number_of_parts(size: int) -> None:
+    """Of the same draw, whoever has fewer records takes empty parts at the end, and no record is in two of them."""
+    source, ranks = noise_source("seeded", 1), 3
+    parts: list[list[list[Tensor]]] = []
+    for rank in range(ranks):
+        sampler = PoissonSampler(source, 40, 0.1, share=(rank, ranks), in_step=True)
+        batches = PrivateLoader(fetcher(numbered(40), {}), sampler, 60, Indifferent()).microbatches(size)
+        parts.append([[part[0] for part in batch] for batch in batches])
+    alone = PoissonSampler(source, 40, 0.1)
+    uneven = 0
+    for draw, batches in enumerate(zip(*parts, strict=True)):
+        records = alone.indices(draw)
+        assert {len(batch) for batch in batches} == {max(1, -(-len(records) // (ranks * size)))}
+        assert torch.equal(torch.cat([part for batch in batches for part in batch]).sort().values, records)
+        assert max(len(part) for batch in batches for part in batch) <= size
+        uneven += len({sum(map(len, batch)) for batch in batches}) > 1
+    assert uneven > 20
+
+
 def test_lengths_are_those_of_a_pass() -> None:
     private = sampled(numbered(20), batch_size=3, epochs=4, steps=None)
     assert len(private.loader) == len(private.loader.microbatches(2)) == len(drawn(private)) == 7

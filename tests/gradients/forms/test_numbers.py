@@ -14,6 +14,7 @@ from clipless import oracle
 from clipless.clipping import RULES, AutoS, Clipping, Global, least_norm
 from clipless.gradients.engine import Engine
 from clipless.gradients.forms import Form, Instantiated, OuterProducts, Scattered, Tied, sq_norm
+from clipless.gradients.forms.cancellation import ROUNDING as ROUNDING_ERROR
 from clipless.gradients.kernels import Kernels
 from clipless.native import rows
 from clipless.partition import partition
@@ -144,7 +145,36 @@ def test_the_norm_of_ten_thousand_equal_positions() -> None:
     assert float(product.sq_norms.sqrt()) == pytest.approx(truth, rel=1e-4)
 
 
+def test_two_million_rows_of_a_table_add_up() -> None:
+    """Rows of which one is hit by all positions of all records are first added up by record: added up one by one in float32,
+    the last ones would be rounded away."""
+    records, positions = 40, 60_000
+    table = Scattered(torch.zeros(records, positions, dtype=torch.int64), torch.full((records, positions, 1), 0.1), 3)
+    total = torch.full((3, 1), torch.nan)
+    table.add_to(total, torch.ones(records), beta=0)
+    one = positions * float(torch.tensor(0.1).double())
+    assert abs(float(total[0].double()) - records * one) < 0.05 * one
+    assert not total[1:].any()
+    table.add_to(total, torch.ones(records), beta=1)
+    assert abs(float(total[0].double()) - 2 * records * one) < 0.05 * one
+
+
 # Positions that cancel.
+
+
+def test_the_norm_of_a_product_that_cancels_is_that_in_float64_and_the_rounding_error() -> None:
+    """No more and no less: of twenty positions with one gradient each the last one cancels all the others."""
+    generator = torch.Generator().manual_seed(0)
+    acts, grads = (
+        torch.randn(6, 20, 30, generator=generator),
+        torch.randn(6, 1, 8, generator=generator).repeat(1, 20, 1),
+    )
+    acts[:, -1] = -acts[:, :-1].sum(1) + 1e-3 * acts[:, 0]
+    form = OuterProducts(acts, grads)
+    exact = (grads.double().mT @ acts.double()).flatten(1).norm(dim=1)
+    lengths = (acts.double().norm(dim=2) * grads.double().norm(dim=2)).sum(1)
+    rounding = ROUNDING_ERROR * torch.finfo(torch.float32).eps * lengths
+    torch.testing.assert_close(form.sq_norms.sqrt() - rounding, exact, rtol=0, atol=1e-3 * float(rounding.min()))
 
 
 def pieces_that_cancel(seed: int, cancel: float, length: int) -> dict[str, tuple[Form, Tensor, Tensor]]:
