@@ -3,6 +3,7 @@
 import argparse
 import json
 import statistics
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def run(clipping: Clipping, seed: int, epochs: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = models.build("mlp", digits.shape, digits.classes)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    warnings.filterwarnings("ignore", message="delta=.* is above 1/")  # DELTA is
     private = clipless.make_private(
         model,
         optimizer,

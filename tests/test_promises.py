@@ -125,7 +125,7 @@ def test_one_record_more_changes_no_other_share_in_half_precision(size: int, mod
     for count in (size, size - 1):
         model = network().to(torch.bfloat16 if mode == "bfloat16" else torch.float32)
         data = (x[:count].to(next(model.parameters()).dtype), y[:count])
-        private, optimizer = attach(model, data, noise_multiplier=1e-6, clipping="abadi")
+        private, optimizer = attach(model, data, noise_multiplier=1e-6, delta=1e-6, clipping="abadi")
         inputs, targets = next(iter(private.loader))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode == "autocast"):
             losses = F.cross_entropy(model(inputs), targets, reduction="none")
