@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import clipless
 from clipless.integrations.transformers import PrivateTrainer
 
-PRIVACY = clipless.Privacy(**hf.PLAN)
+PRIVACY = clipless.Privacy(**{**hf.PLAN, "delta": 1e-4})
 
 
 def trainer(folder: Path, name: str, collate: Any, **more: Any) -> PrivateTrainer:

@@ -69,8 +69,8 @@ class Checkpoint:
             raise InvalidArgument(f"cannot write the checkpoint {path} ({error}). Choose another place.") from error
 
     def ledger_path(self, path: Path) -> Path:
-        """The path of the ledger, for a checkpoint at `path`."""
-        return path.parent / self.ledger
+        """The path of the ledger, for a checkpoint at `path`. The checkpoint's folder may be removed later."""
+        return (path.parent / self.ledger).resolve()
 
     def refuse_unfit(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Raises InvalidArgument unless this is a state of this model and this optimizer."""

@@ -10,6 +10,7 @@ left out where they are drawn; fewer rows and another order are then tried with 
 """
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -319,7 +320,8 @@ class WholeStep:
         if drift <= rounding:
             if drift <= UNSTABLE or self._call.half:
                 return
-            raise messages.unstable(self._place())
+            keeps = self._keeps_state(math.inf)  # which moves the losses too, when the weights do
+            raise messages.keeps_state(self._where_kept()) if keeps else messages.unstable(self._place())
         if message is messages.keeps_state or self._keeps_state(max(tolerance, rounding)):
             raise messages.keeps_state(self._where_kept())
         raise message(self._where(other, kept))
