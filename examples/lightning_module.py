@@ -1,4 +1,4 @@
-"""A Lightning module, trained with differential privacy: the two lines marked with "private" are all that is new.
+"""A Lightning module, trained with differential privacy: the lines marked with "private" are all that is new.
 
 pip install clipless[lightning]
 python examples/lightning_module.py --epochs 20
@@ -26,7 +26,7 @@ class Digits(pl.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         x, y = batch
-        return nn.functional.cross_entropy(self.net(x), y)
+        return nn.functional.cross_entropy(self.net(x), y, reduction="none")  # private: one loss per record
 
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         x, y = batch

@@ -1,6 +1,7 @@
 """Accelerate: the same run as the plain loop, on what an Accelerator prepares."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,15 +42,15 @@ def losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x), y, reduction="none")
 
 
-@pytest.mark.parametrize("backward", ["private.backward", "accelerator.backward"])
-def test_three_steps_are_those_of_the_plain_loop_bit_for_bit(backward: str) -> None:
+@pytest.mark.parametrize("form", ["private.step", "private.backward", "accelerator.backward"])
+def test_three_steps_are_those_of_the_plain_loop_bit_for_bit(form: str) -> None:
+    reduction = "mean" if form == "accelerator.backward" else None
+    plan = {"batch_size": 12, "steps": 3, "loss_reduction": reduction}
     model, optimizer = problem()
-    private = clipless.make_private(
-        model, optimizer, small_run.dataset(), **PRIVACY.arguments(), batch_size=12, steps=3
-    )
+    private = clipless.make_private(model, optimizer, small_run.dataset(), **PRIVACY.arguments(), **plan)  # type: ignore[arg-type]
     torch.manual_seed(2)
     for x, y in private.loader:
-        if backward == "private.backward":
+        if reduction is None:
             private.backward(losses(model, x, y))
         else:
             losses(model, x, y).mean().backward()
@@ -58,21 +59,45 @@ def test_three_steps_are_those_of_the_plain_loop_bit_for_bit(backward: str) -> N
 
     accelerator = Accelerator(cpu=True)
     other, plain = problem()
-    prepared = prepare_private(accelerator, other, plain, small_run.dataset(), privacy=PRIVACY, batch_size=12, steps=3)
+    prepared = prepare_private(accelerator, other, plain, small_run.dataset(), privacy=PRIVACY, **plan)  # type: ignore[arg-type]
+
+    def record_losses(model: nn.Module, batch: Any) -> torch.Tensor:
+        return losses(model, *send_to_device(batch, accelerator.device))
+
     torch.manual_seed(2)
     for batch in prepared.private.loader:
-        x, y = send_to_device(batch, accelerator.device)
-        found = losses(prepared.model, x, y)
-        if backward == "private.backward":
-            prepared.private.backward(found)
+        if form == "private.step":
+            prepared.private.step(record_losses, batch)
         else:
-            accelerator.backward(found.mean())
-        assert all(p.grad is None for p in other.parameters())
-        prepared.optimizer.step()
+            found = record_losses(prepared.model, batch)
+            if form == "private.backward":
+                prepared.private.backward(found)
+            else:
+                accelerator.backward(found.mean())
+            assert all(p.grad is None for p in other.parameters())
+            prepared.optimizer.step()
         assert all(p.grad is not None for p in other.parameters())
         prepared.optimizer.zero_grad()
     assert all(map(torch.equal, model.parameters(), other.parameters()))
     assert prepared.private.ledger.to_dict() == private.ledger.to_dict()
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_bfloat16_within_the_function(outside: bool) -> None:
+    """The prepared model turns autocast on by itself; the function may turn it on, too."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model, _, private = prepare_private(
+        accelerator, *problem(), small_run.dataset(), privacy=PRIVACY, batch_size=12, steps=3
+    )
+
+    def record_losses(model: nn.Module, batch: Any) -> torch.Tensor:
+        with accelerator.autocast() if outside else nullcontext():
+            return losses(model, *batch)
+
+    for batch in private.loader:
+        private.step(record_losses, batch)
+    assert private.spent().steps == 3
+    assert model(next(iter(small_run.dataset()))[0]).dtype is torch.float32
 
 
 def test_bfloat16_under_autocast() -> None:

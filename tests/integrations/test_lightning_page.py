@@ -23,7 +23,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     names: dict[str, object] = {"__name__": "page"}
     for number, block in enumerate(BLOCKS):
         exec(compile(block, f"docs/lightning.md block {number}", "exec"), names)
-    spent = re.findall(r"Spent\(epsilon=(2\.\d+|3\.0\d*), delta=0.0001, steps=(\d+)", capsys.readouterr().out)
+    spent = re.findall(r"Spent\(epsilon=(2\.\d+|3\.0\d*), delta=1e-05, steps=(\d+)", capsys.readouterr().out)
     assert [int(steps) for _, steps in spent] == [16, 16]
 
 

@@ -42,9 +42,9 @@ def prepare_private(
 ) -> Prepared:
     """Prepare model and optimizer, and make them private. Raises for an Accelerator that would break the promise.
 
-    Train on `private.loader`, whose batches `send_to_device(batch, accelerator.device)` moves, with
-    `private.backward(losses)` or `accelerator.backward(loss)`. Do not prepare the scheduler: it would step once for every
-    process. `batch_size` is the expected batch of all processes together.
+    Train by `private.step(record_losses, batch)` on the batches of `private.loader`, which `record_losses` moves by
+    `send_to_device(batch, accelerator.device)`; or, with `loss_reduction`, by `accelerator.backward(loss)`. Do not prepare
+    the scheduler: it would step once for every process. `batch_size` is the expected batch of all processes together.
     """
     if not isinstance(privacy, Privacy):
         raise InvalidType(f"privacy must be a clipless.Privacy(epsilon=..., ...), got {type(privacy).__name__}.")
