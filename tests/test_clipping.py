@@ -1,17 +1,23 @@
 """Properties of every clipping rule, and of partitions and thresholds."""
 
 import math
+import re
+from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import clipless
 from allocations import effective_multiplier
-from clipless.clipping import CLIPPINGS, RULES, AutoS, Global, as_clipping
+from clipless import InvalidArgument, InvalidType
+from clipless.clipping import CLIPPINGS, RULES, AutoS, ByGroup, Clipping, Global, as_clipping
 from clipless.partition import partition
-from clipless.plan import noise_stddevs, sensitivity
+from clipless.plan import RESERVE, noise_stddevs, sensitivity
+from clipless.thresholds import Constant
 
 EVERY_RULE = {**RULES, "global-scaled": Global(ratio=4.0)}
 ODD_NORMS = [0.0, 1e-45, 1e-30, 1.0, 1e30, math.inf, math.nan]
@@ -38,6 +44,169 @@ def test_contribution_never_exceeds_threshold(rule, norm: float, threshold: floa
 def test_contribution_never_exceeds_threshold_anywhere(rule, norm: float, threshold: float) -> None:
     factor = float(rule(torch.tensor([[norm]]), torch.tensor([[threshold]])))
     assert 0 <= factor * norm <= threshold * ROUNDING
+
+
+@given(
+    norm=st.floats(2.0**-149, 2.0**128 - 2.0**104, width=32),
+    threshold=st.floats(1e-10, 1e10),
+    units=st.integers(-30, 30),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+@example(norm=3.0, threshold=1.0, units=0, dtype=torch.float32)
+@example(norm=3.4e38, threshold=1e-3, units=0, dtype=torch.float32)
+@pytest.mark.parametrize("rule", EVERY_RULE.values(), ids=EVERY_RULE)
+def test_no_rounding_takes_a_contribution_above_the_threshold(
+    rule, norm: float, threshold: float, units: int, dtype: torch.dtype
+) -> None:
+    """As exact numbers, with the threshold as it is before it is rounded to the norms' type, and for the product as it is
+    rounded too. Norms a few units in the last place from the threshold are the hardest."""
+    thresholds = torch.tensor([[threshold]], dtype=torch.float64).to(dtype)
+    bound = max(threshold, float(thresholds))
+    for each in (norm, threshold * (1 + units * 2.0**-24)):
+        norms = torch.tensor([[each]], dtype=torch.float64).to(dtype)
+        factors = rule(norms, thresholds)
+        assert 0 <= Fraction(float(factors)) * Fraction(float(norms.nan_to_num(posinf=0.0))) <= Fraction(bound)
+        assert float((factors * norms).nan_to_num()) <= bound
+
+
+@pytest.mark.parametrize(("kind", "value"), [(AutoS, 0.0), (AutoS, -0.5), (Global, -1.0), (Global, math.nan)])
+def test_a_rule_with_a_number_that_breaks_its_bound_cannot_be_made(kind: type, value: float) -> None:
+    with pytest.raises(InvalidArgument, match="must be"):
+        kind(value)
+
+
+# Rules of one's own.
+
+ONE = torch.ones(1, 1)
+
+
+def own(rule) -> Clipping:
+    return Clipping("own", rule, Constant(1.0))
+
+
+def shy(norms: Tensor, thresholds: Tensor) -> Tensor:
+    """A rule with a bound: half of what is allowed."""
+    return 0.5 * thresholds / norms.clamp(min=1.0)
+
+
+def bold(norms: Tensor, thresholds: Tensor) -> Tensor:
+    return torch.ones_like(norms)
+
+
+def barely(norms: Tensor, thresholds: Tensor) -> Tensor:
+    """The largest factors, rounded up."""
+    return torch.nextafter(thresholds / norms, torch.full_like(norms, math.inf))
+
+
+BROKEN = {
+    "no bound": bold,
+    "a little too large": lambda norms, thresholds: 1.0005 * thresholds / norms,
+    "negative": lambda norms, thresholds: -5.0 * thresholds / norms,
+    "not a number": lambda norms, thresholds: norms * math.nan,
+    "infinite": lambda norms, thresholds: norms / 0.0,
+    "too large for small norms alone": lambda norms, thresholds: torch.where(norms < 1e-5, 1e9, thresholds / norms),
+    "norms changed in place": lambda norms, thresholds: thresholds / norms.mul_(1e-3),
+    "thresholds changed in place": lambda norms, thresholds: thresholds.mul_(1e3) / norms,
+}
+LOOKING_ASIDE = {
+    "the largest norm": lambda norms, thresholds: thresholds / norms.amax(1, keepdim=True).expand_as(norms),
+    "the number of records": lambda norms, thresholds: thresholds / norms / norms.shape[1],
+    "chance": lambda norms, thresholds: thresholds / norms * torch.rand(norms.shape),
+}
+NO_FACTORS = {
+    "one for all": lambda norms, thresholds: thresholds / 1e6,
+    "one for each record": lambda norms, thresholds: (thresholds / norms)[0],
+    "whole numbers": lambda norms, thresholds: torch.zeros(norms.shape, dtype=torch.int64),
+    "complex": lambda norms, thresholds: torch.zeros(norms.shape, dtype=torch.complex64),
+    "a list": lambda norms, thresholds: [[0.0] * norms.shape[1]],
+    "nothing": lambda norms, thresholds: None,
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN.values(), ids=BROKEN)
+def test_a_rule_that_lets_more_through_is_refused_by_name(rule) -> None:
+    norms = torch.tensor([[2.0, 1e-7, 7.0, 0.3]])
+    with pytest.raises(InvalidArgument, match=rf"{re.escape(repr(rule))}.*factor \* norm <= threshold"):
+        own(rule).factors(norms, ONE, [0])
+    with pytest.raises(InvalidArgument, match="larger than threshold / norm"):
+        clipless.make_private(*model_and_optimizer(), DATA, **SETTINGS, clipping=own(rule))
+
+
+@pytest.mark.parametrize("rule", LOOKING_ASIDE.values(), ids=LOOKING_ASIDE)
+def test_a_rule_that_looks_at_other_records_is_refused(rule) -> None:
+    with pytest.raises(InvalidArgument, match="another factor if other records are left out"):
+        own(rule).factors(torch.tensor([[2.0, 1.0, 7.0, 3.0, 5.0]]), ONE, [0])
+
+
+@pytest.mark.parametrize("rule", NO_FACTORS.values(), ids=NO_FACTORS)
+def test_what_is_no_factor_for_each_norm_is_refused(rule) -> None:
+    with pytest.raises(InvalidType, match=r"one floating-point factor for each norm.*\[G,B\]"):
+        own(rule).factors(torch.ones(2, 3), torch.ones(2, 1), [0, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule", [shy, barely, *RULES.values()], ids=["shy", "barely", *RULES])
+def test_a_rule_of_ones_own_with_a_bound_is_taken(rule, dtype: torch.dtype) -> None:
+    """Rounding is no reason to refuse it, and takes no contribution above the threshold. What is not finite gets 0."""
+    norms = torch.tensor([[0.0, 1e-9, 0.5, 1.0, 3.0, 1e30, math.inf]], dtype=dtype)
+    factors = own(lambda n, t: rule(n, t)).factors(norms, torch.ones(1, 1, dtype=dtype), [0])
+    assert factors.dtype is dtype
+    assert factors[0, [0, -1]].tolist() == [0, 0]
+    used = norms[0, 1:-1].double()
+    assert bool((factors[0, 1:-1].double() * used <= 1).all())
+    torch.testing.assert_close(
+        factors[0, 1:-1], rule(norms, torch.ones(1, 1, dtype=dtype))[0, 1:-1], rtol=1e-6, atol=0.0
+    )
+
+
+def test_one_rule_of_ones_own_among_groups_is_held_to_its_promise() -> None:
+    both = ByGroup((RULES["abadi"], bold))
+    with pytest.raises(InvalidArgument, match="bold"):
+        own(both).factors(torch.full((2, 3), 9.0), torch.ones(2, 1), [0, 1])
+    assert own(both).factors(torch.full((1, 3), 9.0), ONE, [0]).flatten().tolist() == pytest.approx([1 / 9] * 3)
+
+
+def test_a_clipping_that_could_break_its_promise_is_refused() -> None:
+    class Mine(Clipping):
+        def factors(self, norms: Tensor, thresholds: Tensor, groups: object) -> Tensor:
+            return torch.ones_like(norms)
+
+    with pytest.raises(InvalidType, match="derives from Clipping"):
+        as_clipping(Mine("mine", bold, Constant(1.0)))
+
+
+def test_a_bound_that_is_broken_in_a_step_releases_nothing() -> None:
+    """Where the rule shows it for such norms only. The batch can be taken again, by a rule that is right."""
+    state = {"broken": False}
+
+    def rule(norms: Tensor, thresholds: Tensor) -> Tensor:
+        return bold(norms, thresholds) if state["broken"] else shy(norms, thresholds)
+
+    model, optimizer = model_and_optimizer()
+    private = clipless.make_private(model, optimizer, DATA, **SETTINGS, clipping=own(rule))
+    before = [p.clone() for p in model.parameters()]
+    (x,) = next(iter(private.loader))
+    state["broken"] = True
+    with pytest.raises(InvalidArgument, match="nothing was released"):
+        private.backward(model(x)[:, 0] * 100)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert private.ledger.steps == 0
+    state["broken"] = False
+    (x,) = private.loader.again()
+    private.backward(model(x)[:, 0] * 100)
+    optimizer.step()
+    assert private.ledger.steps == 1
+    private.detach()
+
+
+DATA = TensorDataset(torch.randn(40, 3, generator=torch.Generator().manual_seed(0)))
+SETTINGS = {"noise_multiplier": 1.0, "batch_size": 20, "steps": 2, "seed": 3}
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE.values(), ids=EVERY_RULE)
@@ -120,7 +289,8 @@ def test_a_single_threshold_is_the_sensitivity_of_the_whole(groups) -> None:
 )
 def test_both_allocations_are_worth_the_planned_multiplier(thresholds, multiplier: float, allocation: str) -> None:
     column = torch.tensor(thresholds, dtype=torch.float64).unsqueeze(1)
-    assert effective_multiplier(column, noise_stddevs(column, multiplier, allocation)) == pytest.approx(multiplier)
+    worth = effective_multiplier(column, noise_stddevs(column, multiplier, allocation))
+    assert worth == pytest.approx(multiplier * (1 + RESERVE), rel=1e-9)
 
 
 def test_noise_in_proportion_to_each_threshold_is_worth_less() -> None:

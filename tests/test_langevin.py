@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import clipless
 from clipless.clipping import RULES, Clipping
 from clipless.errors import InvalidArgument, InvalidType, Misuse
+from clipless.plan import RESERVE
 from clipless.thresholds import Constant
 from noising import assert_on_grid, seeded_normals
 from small_run import dataset
@@ -119,10 +120,10 @@ def test_only_without_clipping_is_there_a_law_to_sample() -> None:
 
 
 def test_the_papers_listing_is_a_temperature_of_half_the_records() -> None:
-    """s² = η there, and σ = B/(R·√η)."""
+    """s² = η there, and σ = B/(R·√η), less what is reserved for rounding."""
     chain = sampler(temperature="paper-tempered")
     assert chain.langevin.stddev == pytest.approx(math.sqrt(0.05))
-    assert chain.plan.noise_multiplier == pytest.approx(RECORDS / (1e3 * math.sqrt(0.05)))
+    assert chain.plan.noise_multiplier * (1 + RESERVE) == pytest.approx(RECORDS / (1e3 * math.sqrt(0.05)))
     assert "tempered by 10" in str(chain)
     assert "the posterior" in str(sampler(temperature=1.0))
     chain.detach()
@@ -134,6 +135,7 @@ def test_epsilon_is_that_of_plain_training_with_the_noise_that_follows(
     temperature: str | float, clipping: str | Clipping
 ) -> None:
     bound = {"abadi": 1.0}.get(str(clipping), clipping.start(1).item() if isinstance(clipping, Clipping) else 1.0)
+    bound *= 1 + RESERVE
     tau = {"posterior": 1.0, "paper-tempered": 30.0}.get(str(temperature), temperature)
     chain = small(step_size=0.02, temperature=temperature, clipping=clipping)
     z = math.sqrt(2 * float(tau) / (60 * 0.02)) * 12 / bound
@@ -317,7 +319,7 @@ def test_a_secret_number_of_records_is_replaced_by_what_rate_and_batch_suggest(
 def test_a_data_loader_gives_the_batch_size() -> None:
     chain = small(data=DataLoader(dataset(), batch_size=12), batch_size=None, step_size=0.02)
     assert chain.plan.expected_batch == 12
-    assert chain.plan.noise_multiplier == pytest.approx(math.sqrt(2 / (60 * 0.02)) * 12)
+    assert chain.plan.noise_multiplier * (1 + RESERVE) == pytest.approx(math.sqrt(2 / (60 * 0.02)) * 12)
     chain.detach()
 
 

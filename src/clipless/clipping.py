@@ -1,12 +1,13 @@
 """Clipping rules: how much of each record's gradient enters the sum, from its norm and a threshold.
 
 A rule maps norms [G,B] and thresholds [G,1] to factors [G,B] and keeps one promise: `factor * norm <= threshold`, and a
-norm that is not finite gets factor 0. So every rule has the same sensitivity and the same privacy cost.
+norm that is not finite gets factor 0. So every rule has the same sensitivity and the same privacy cost. The rules below keep
+it as exact products of floating-point numbers, and any other rule is held to it in every step.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,12 @@ from clipless.thresholds import DCE, DCP, Constant, Decay, Quantile, Setting, Th
 Rule = Callable[[Tensor, Tensor], Tensor]
 Groups = str | Sequence[Sequence[str]]
 
+# Every factor is lowered by four units of float32's rounding error, 2^-24. A threshold, a quotient, a factor and its product
+# with a gradient are rounded once each, perhaps upwards: together they stay below the threshold.
+LOWERED = 1 - 2.0**-22
+# A factor of another rule may be too large by so much, relative to the largest one allowed, which is then taken: rounding.
+TOLERATED = 1e-5
+
 
 @dataclass(frozen=True)
 class Abadi:
@@ -26,7 +33,7 @@ class Abadi:
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
         norms, usable = _usable(norms)
-        return torch.where(usable, (thresholds / norms).clamp(max=1.0), 0.0)
+        return torch.where(usable, _lowered(thresholds / norms).masked_fill_(norms <= thresholds, 1.0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class AutoV:
 
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
         norms, usable = _usable(norms)
-        factors = thresholds / norms
+        factors = _lowered(thresholds / norms)
         return torch.where(usable & factors.isfinite(), factors, 0.0)
 
 
@@ -45,8 +52,11 @@ class AutoS:
 
     gamma: float = defaults.GAMMA
 
+    def __post_init__(self) -> None:
+        positive("gamma", self.gamma)
+
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
-        factors = thresholds / (_at_least_float32(norms) + self.gamma)  # 0 for an infinite norm
+        factors = _lowered(thresholds / (_at_least_float32(norms) + self.gamma))  # 0 for an infinite norm
         return factors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -56,9 +66,12 @@ class Global:
 
     ratio: float = 1.0
 
+    def __post_init__(self) -> None:
+        positive("ratio", self.ratio)
+
     def __call__(self, norms: Tensor, thresholds: Tensor) -> Tensor:
         norms = _at_least_float32(norms)
-        factors = torch.full_like(norms, 1.0 / self.ratio)
+        factors = _lowered(torch.full_like(norms, 1.0 / self.ratio))
         return torch.where((norms <= self.ratio * thresholds) & factors.isfinite(), factors, 0.0)
 
 
@@ -82,13 +95,19 @@ def _at_least_float32(norms: Tensor) -> Tensor:
     return norms if norms.dtype is torch.float32 else norms.to(torch.promote_types(norms.dtype, torch.float32))
 
 
+def _lowered(factors: Tensor) -> Tensor:
+    """The factors, lowered in place so that no rounding takes a product above the threshold. For those that are too small to
+    have all digits that would not be enough: they are 0."""
+    return torch.threshold_(factors.mul_(LOWERED), torch.finfo(factors.dtype).tiny, 0.0)
+
+
 def _usable(norms: Tensor) -> tuple[Tensor, Tensor]:
     """The norms in at least float32, and a mask of those to divide by."""
     norms = _at_least_float32(norms)
     return norms, norms.isfinite() & (norms > 0)
 
 
-@functools.cache
+@cache
 def least_norm(dtype: torch.dtype) -> float:
     """The least norm that counts; a record with a smaller one adds nothing, whatever the rule. Squares of smaller norms lose
     digits to underflow, and an underestimated norm would give too large a factor."""
@@ -110,10 +129,18 @@ class Clipping:
     allocation: str = "uniform"
 
     def factors(self, norms: Tensor, thresholds: Tensor, groups: Sequence[int]) -> Tensor:
-        """How much of each record enters the sums of these groups, [g,b], from their norms [g,b] and thresholds [g,1]."""
-        if isinstance(self.rule, ByGroup):
-            return self.rule.of(groups, norms, thresholds)
-        return self.rule(norms, thresholds)
+        """How much of each record enters the sums of these groups, [g,b], from their norms [g,b] and thresholds [g,1].
+
+        A rule that is none of ours is held to its promise: raises if it lets more through, or looks at other records.
+        """
+        of = partial(self.rule.of, groups) if isinstance(self.rule, ByGroup) else self.rule
+        return of(norms, thresholds) if self._other is None else bounded(self._other, of, norms, thresholds)
+
+    @cached_property
+    def _other(self) -> Rule | None:
+        """The first rule that is none of ours."""
+        rules = self.rule.rules if type(self.rule) is ByGroup else (self.rule,)
+        return next((rule for rule in rules if type(rule) not in OURS), None)
 
     def start(self, groups: int) -> Tensor:
         """The thresholds of the first step, [G,1]. Raises if the rule or the policy is made for another number of groups."""
@@ -122,7 +149,48 @@ class Clipping:
                 f"{len(self.rule.rules)} cutoffs for {groups} groups: give one for each group, or a single number, which is "
                 "shared out over the groups."
             )
-        return self.policy.thresholds(self.policy.init(Setting(groups)))
+        thresholds = self.policy.thresholds(self.policy.init(Setting(groups)))
+        if self._other is not None:
+            self.factors(torch.logspace(-6, 6, 49, device="cpu").expand(groups, -1), thresholds, range(groups))
+        return thresholds
+
+
+def bounded(name: object, rule: Rule, norms: Tensor, thresholds: Tensor) -> Tensor:
+    """The factors of a rule that promises nothing, [g,b], none of which exceeds threshold / norm. Raises if one would, other
+    than by rounding, or if a factor is not that of its record alone. A norm of zero or infinity gets 0."""
+    found = _given(name, rule, norms, thresholds)
+    counts = norms.isfinite() & (norms > 0)
+    most = torch.where(counts, _lowered(thresholds / norms), 0.0)
+    right = (found >= 0) & (found <= most * (1 + TOLERATED))  # false for NaN
+    if not bool((right | ~counts).all()):
+        raise InvalidArgument(
+            f"the clipping rule {name!r} returned a factor that is negative, not a number, or larger than threshold / norm: "
+            "one record would move the sum by more than the noise covers, and nothing was released. A rule must keep "
+            "factor * norm <= threshold for every norm; clamping its factors to (thresholds / norms) does."
+        )
+    half = norms.shape[1] // 2
+    if half:
+        apart = [_given(name, rule, some, thresholds) for some in norms.tensor_split([half], 1)]
+        if not bool((torch.isclose(torch.cat(apart, 1), found, rtol=TOLERATED, atol=0.0) | ~counts).all()):
+            raise InvalidArgument(
+                f"the clipping rule {name!r} gives a record another factor if other records are left out: then one record "
+                "changes the contributions of all others, which no threshold bounds. Compute each factor from the norm and "
+                "the threshold in its own place. Thresholds that follow the norms are set by a policy, such as "
+                "clipless.quantile()."
+            )
+    return torch.where(counts, found.minimum(most), 0.0)
+
+
+def _given(name: object, rule: Rule, norms: Tensor, thresholds: Tensor) -> Tensor:
+    """What a rule returns for copies of these, in the norms' type. Raises for anything but one factor for each norm."""
+    found = rule(norms.clone(), thresholds.clone())
+    if not isinstance(found, Tensor) or found.shape != norms.shape or not found.is_floating_point():
+        got = f"{found.dtype} in {found.dim()} dimensions" if isinstance(found, Tensor) else type(found).__name__
+        raise InvalidType(
+            f"the clipping rule {name!r} must return one floating-point factor for each norm, shaped like the norms [G,B], "
+            f"got {got}."
+        )
+    return found.detach().to(norms)
 
 
 def abadi(
@@ -152,7 +220,7 @@ def auto_s(
     """Automatic clipping, R/(norm + gamma): the default of the library, nothing to tune.
 
     >>> auto_s().rule(torch.tensor([[0.0, 0.99]]), torch.tensor([[1.0]]))
-    tensor([[100.,   1.]])
+    tensor([[100.0000,   1.0000]])
     """
     return Clipping("auto-s", AutoS(positive("gamma", gamma)), Constant(threshold), groups, allocation)
 
@@ -264,6 +332,7 @@ CLIPPINGS: Mapping[str, Callable[[], Clipping]] = {
     "decay": decay,
 }
 
+OURS = frozenset({Abadi, AutoV, AutoS, Global})
 RULES: Mapping[str, Rule] = {"abadi": Abadi(), "auto-v": AutoV(), "auto-s": AutoS(), "global": Global()}
 
 
@@ -289,6 +358,11 @@ def as_clipping(clipping: str | Clipping) -> Clipping:
     if isinstance(clipping, Clipping):
         if clipping.allocation not in ("uniform", "equal-budget"):
             raise unknown_name("allocation", clipping.allocation, ["uniform", "equal-budget"])
+        if type(clipping) is not Clipping:
+            raise InvalidType(
+                f"{type(clipping).__name__} derives from Clipping, whose promise it could break: write a rule, a function "
+                "of norms and thresholds, and give clipless.Clipping(name, rule, policy)."
+            )
         return clipping
     if not isinstance(clipping, str):
         raise InvalidType(

@@ -30,7 +30,7 @@ from clipless.errors import InvalidArgument, Misuse
 from clipless.neighbours import ZERO_OUT, refuse_unclear_rate
 from clipless.partition import partition
 from clipless.phases import Schedule, as_schedule
-from clipless.plan import PrivacyPlan, sensitivity
+from clipless.plan import PrivacyPlan, noise_stddevs
 from clipless.private import Private, make_private
 from clipless.runs.checkpoint import read_checkpoint
 from clipless.sampling.fetching import source_of
@@ -279,9 +279,10 @@ def _temperature(temperature: float | str, records: float) -> float:
 
 
 def _sensitivity(how: Schedule, parameters: dict[str, nn.Parameter]) -> float:
-    """That of every step. Raises for a clipping whose thresholds, or noise, are not the same in all steps and weights."""
+    """What the noise of every step is a multiple of. Raises for a clipping whose thresholds, or noise, are not the same in
+    all steps and weights."""
     groups = len(partition(how.groups, parameters))
-    bounds = {float(sensitivity(clipping.start(groups))) for _, clipping in how.parts}
+    bounds = {float(noise_stddevs(part.start(groups), 1.0, "uniform")[0, 0]) for _, part in how.parts}
     if len(bounds) > 1 or not all(isinstance(clipping.policy, Constant) for _, clipping in how.parts):
         raise InvalidArgument(
             "sgld needs one constant threshold, since the step size follows from it: use 'abadi', 'global', 'auto-s' or "

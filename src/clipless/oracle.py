@@ -41,7 +41,8 @@ def clipped_sum(
         if not finite.all() and not _finite(record):
             finite[:] = False
             norms[:, b] = torch.inf
-        factors = how.rule(norms[:, b : b + 1], thresholds).masked_fill(norms[:, b : b + 1] == 0, 0.0)
+        factors = how.factors(norms[:, b : b + 1], thresholds, range(len(groups)))
+        factors = factors.masked_fill(norms[:, b : b + 1] == 0, 0.0)
         for name, grad in grads.items():
             if finite[groups.group_of[name]]:
                 sums[name] += factors[groups.group_of[name], 0].double() * grad.double()

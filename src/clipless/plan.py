@@ -17,6 +17,10 @@ from clipless.partition import Partition
 from clipless.phases import Phase, Schedule, phases_of
 from clipless.thresholds import Constant, Setting
 
+# Noise is larger by this share than the multiplier says, because rounding may take one record that much further than the
+# sensitivity: see `clipless.gradients.sums.RunningSum` and docs/noise.md.
+RESERVE = 2.0**-9
+
 
 @dataclass(frozen=True)
 class PrivacyPlan:
@@ -203,16 +207,17 @@ def _event(rate: float, gradient: float, statistic: float | None, projections: i
 
 
 def sensitivity(thresholds: Tensor) -> Tensor:
-    """How far one record can move the clipped sum: the length of the threshold vector."""
+    """How far one record can move the clipped sum, but for rounding: the length of the threshold vector."""
     return torch.linalg.vector_norm(thresholds.double())
 
 
 def noise_stddevs(thresholds: Tensor, multiplier: float, allocation: str) -> Tensor:
-    """Noise for each group such that the whole step has this multiplier, [G,1].
+    """Noise for each group such that the whole step has this multiplier, [G,1], for sums that are rounded.
 
-    >>> noise_stddevs(torch.tensor([[3.0], [4.0]]), 2.0, "uniform").flatten()
+    >>> noise_stddevs(torch.tensor([[3.0], [4.0]]), 2.0, "uniform").flatten() / (1 + RESERVE)
     tensor([10., 10.], dtype=torch.float64)
     """
+    multiplier *= 1 + RESERVE
     if allocation == "equal-budget":
         return multiplier * math.sqrt(len(thresholds)) * thresholds.double()
     return torch.full_like(thresholds, multiplier, dtype=torch.float64) * sensitivity(thresholds)

@@ -331,9 +331,10 @@ class Private(SavedRun):
     ) -> dict[str, Tensor]:
         """The private gradients: (clipped sum over all ranks + noise) / divisor, in fresh tensors."""
         parameters, values, shards = self._engine.parameters, list(sums.values()), self._shards
+        types = [parameter.dtype for parameter in parameters.values()]
         release = partial(self._source.release, "gradient", step, divisor=divisor)
-        shared = self._ranks, shards, values, stddevs, self._statistic, release
-        released = released_sums(*shared) if self._ranks.size > 1 else release(values, stddevs)
+        shared = self._ranks, shards, values, stddevs, types, self._statistic, release
+        released = released_sums(*shared) if self._ranks.size > 1 else release(values, stddevs, types=types)
         noised = {
             name: part if part.dtype is p.dtype else part.to(p.dtype)
             for (name, p), part in zip(parameters.items(), released, strict=True)

@@ -164,9 +164,10 @@ def correlated_coordinates(patch: pytest.MonkeyPatch) -> None:
         stddevs: Sequence[float],
         divisor: float = 1.0,
         *further: Any,
+        **more: Any,
     ) -> list[Tensor]:
         if name != "gradient":
-            return release(self, name, step, values, stddevs, divisor, *further)
+            return release(self, name, step, values, stddevs, divisor, *further, **more)
         (noise,) = release(self, name, step, [torch.zeros_like(values[0])], stddevs[:1], divisor)
         return [value / divisor + noise for value in values]
 

@@ -83,7 +83,8 @@ def test_ranks_check_themselves_on_any_number_of_records(ranks: Any, kind: str) 
             }
             assert equal(rank["gradients"], found[0]["gradients"])
             for step in range(12) if kind != "draws" else ():
-                assert distance(rank["gradients"][step], alone["gradients"][step]) < 1e-6
+                # sums over ranks are made in float64, and those of one process in float32
+                assert distance(rank["gradients"][step], alone["gradients"][step]) < 2e-6
         checked = [any(passes) for passes in zip(*(rank["compared"] for rank in found), strict=True)]
         without = [0 in records for records in zip(*(rank["records"] for rank in found), strict=True)]
         met |= {0 for one, other in zip(checked, without, strict=True) if one and other}

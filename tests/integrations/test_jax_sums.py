@@ -91,7 +91,7 @@ def test_a_record_that_is_not_finite_adds_nothing_to_its_groups(groups: str) -> 
 def test_padding_adds_nothing_even_if_its_gradient_is_nan() -> None:
     rows, start = [jnp.array([[3.0], [math.nan], [5.0]])], np.ones((1, 1), np.float32)
     sums, norms = clip_rows(rows, start, 1, np.zeros(3, bool), RULES["auto-v"], (0,))
-    assert sums[0].tolist() == [1.0]
+    assert sums[0].tolist() == pytest.approx([1.0], rel=1e-6)
     assert norms.tolist() == [[3.0, math.inf, math.inf]]
 
 

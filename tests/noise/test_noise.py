@@ -23,7 +23,7 @@ from clipless.noise import STREAMS
 from clipless.noise.adding import grid
 from clipless.noise.keys import SeededKeys
 from clipless.noise.normals import standard_normals
-from clipless.plan import noise_stddevs
+from clipless.plan import RESERVE, noise_stddevs
 
 DRAWS = 500
 SIZE, BATCH, MULTIPLIER = 12, 3, 1.7
@@ -284,13 +284,13 @@ def test_a_resumed_run_does_not_repeat_noise_that_was_released() -> None:
 def test_whatever_the_thresholds_a_step_is_worth_its_multiplier(
     thresholds: list[float], multiplier: float, allocation: str
 ) -> None:
-    """(Σ (R_g/s_g)²)^(-1/2), written out here once more, is z under both allocations."""
+    """(Σ (R_g/s_g)²)^(-1/2), written out here once more, is z under both allocations, and the reserve for rounding."""
     column = torch.tensor(thresholds, dtype=torch.float64).unsqueeze(1)
     stddevs = noise_stddevs(column, multiplier, allocation)
     assert stddevs.shape == column.shape
     worth = sum((r / s) ** 2 for r, s in zip(thresholds, stddevs.flatten().tolist(), strict=True)) ** -0.5
-    assert worth == pytest.approx(multiplier, rel=1e-9)
-    assert effective_multiplier(column, stddevs) == pytest.approx(multiplier, rel=1e-9)
+    assert worth == pytest.approx(multiplier * (1 + RESERVE), rel=1e-9)
+    assert effective_multiplier(column, stddevs) == pytest.approx(multiplier * (1 + RESERVE), rel=1e-9)
     if allocation == "uniform":
         assert stddevs.unique().numel() == 1
 
@@ -305,9 +305,9 @@ def test_the_ledger_is_told_the_multiplier_that_the_noise_is_worth(setting: Sett
     optimizer.step()
     ((event, _),) = private.ledger.events
     stddevs = private.plan.stddevs(0, private.thresholds)
-    assert effective_multiplier(private.thresholds, stddevs) == pytest.approx(MULTIPLIER, rel=1e-6)
+    assert effective_multiplier(private.thresholds, stddevs) == pytest.approx(MULTIPLIER * (1 + RESERVE), rel=1e-6)
     assert event.noise_multiplier == private.plan.noise_multiplier == MULTIPLIER
-    by_group = [setting.stddevs[members[0]] for members in private.plan.groups.members]
+    by_group = [setting.stddevs[members[0]] * (1 + RESERVE) for members in private.plan.groups.members]
     assert stddevs.flatten().tolist() == pytest.approx(by_group, rel=1e-6)
 
 

@@ -415,6 +415,7 @@ def private_run(clipping: Clipping, steps: int) -> tuple[nn.Module, clipless.Pri
 def by_hand(multiplier: float, thresholds: Sequence[float], uniform: bool) -> list[float]:
     """The noise of each group: z·‖(R_1..R_G)‖ on all, or z·√G·R_g."""
     length = math.sqrt(sum(bound**2 for bound in thresholds))
+    multiplier *= 1 + 2.0**-9  # the reserve for rounding
     return [multiplier * (length if uniform else math.sqrt(len(thresholds)) * bound) for bound in thresholds]
 
 

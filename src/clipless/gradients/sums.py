@@ -11,7 +11,17 @@ from clipless.clipping import least_norm
 from clipless.gradients.capture import messages
 from clipless.gradients.capture.micro_batch import MicroBatch
 from clipless.gradients.capture.model_map import ModelMap
-from clipless.gradients.forms import Addend, Form, Instantiated, add_all, can_wait, combine, squares_of, widest
+from clipless.gradients.forms import (
+    Addend,
+    Form,
+    Instantiated,
+    OuterProducts,
+    add_all,
+    can_wait,
+    combine,
+    squares_of,
+    widest,
+)
 from clipless.gradients.kernels import Kernels, MemoryBudget, chunk_bytes
 from clipless.gradients.shards import Shards
 from clipless.native.rows import norms
@@ -20,8 +30,13 @@ from clipless.partition import Partition
 Factors = Callable[[Tensor, Sequence[int]], Tensor]
 Observe = Callable[[Tensor], None]
 
-# The largest number of records that are summed in float32.
+# So many records are summed in float32 if each adds one term to a sum, and fewer if each adds several (see `RunningSum`).
+# So leaving out one record changes what is rounded by less than `clipless.plan.RESERVE`.
 BLOCK = 2048
+# So many terms are added up before their sum is added to the rest.
+CHUNK = 256
+# How often a threshold may be rounded in float32, in all additions to a block.
+MOST = 13_000
 # Norms of at least this many bytes are computed at once, while the data is still in the cache.
 LARGE = 2**17
 
@@ -70,8 +85,8 @@ class ClippedSums:
         self._micro = None
 
     def complete(self) -> dict[str, Tensor]:
-        """The sum of every parameter, zeros if no record has reached it, in at least float32. The memory is reused at every
-        step and must not be released."""
+        """The sum of every parameter, zeros if no record has reached it, in at least float32, and after many additions in
+        float64. The memory is reused at every step and must not be released."""
         complete = {}
         for name, parameter in self._parameters.items():
             running = self._sums.get(name)
@@ -171,23 +186,25 @@ class ClippedSums:
         """Add each group's forms, weighted by the factors; records whose norm is infinite add nothing."""
         if not any(held):
             return
-        self._added = True
         factors, values, finite = self._factors(norms.values, groups), norms.values, None
+        self._added = True
         if not norms.usual and values.numel():
             factors = factors.masked_fill(values == 0, 0.0)
             finite = values < torch.inf if float(values.max()) == torch.inf else None
         records = values.shape[1]
-        for first in range(0, records, BLOCK):
-            some, addends = slice(first, min(first + BLOCK, records)), []
+        most = max([_terms(form) for forms in held for form in forms.values()])
+        size = BLOCK if most == 1 else max(1, int(BLOCK / most**0.5))
+        for first in range(0, records, size):
+            some, addends = slice(first, min(first + size, records)), []
             for row, forms in enumerate(held):
-                own = factors[row] if records <= BLOCK else factors[row, some]
+                own = factors[row] if records <= size else factors[row, some]
                 for name, form in forms.items():
                     running, parameter = sums.get(name), self._parameters[name]
                     if running is None:
                         running = sums[name] = RunningSum(parameter)
-                    few = form if records <= BLOCK else form.rows(some)
+                    few = form if records <= size else form.rows(some)
                     few = few if finite is None else few.keep(finite[row, some])
-                    beta = running.make_room(some.stop - first)
+                    beta = running.make_room(some.stop - first, most)
                     addends.append(Addend(few, running.block, own, beta))
             add_all(addends, micro.scale)
 
@@ -199,7 +216,7 @@ class ClippedSums:
             running = self._sums.get(name)
             if running is None:
                 running = self._sums[name] = RunningSum(self._parameters[name], shards.shape(name))
-            if running.make_room(max(1, micro.records)):
+            if running.make_room(max(1, micro.records), 1):
                 running.block += part
             else:
                 running.block.copy_(part)
@@ -214,7 +231,8 @@ class ClippedSums:
             if form is not None:
                 own = Norms(norms.values[number : number + 1], norms.usual)
                 self._sum(micro, [{name: form}], own, [number], sums)
-            yield name, (sums[name] if sums else RunningSum(parameter)).total()
+            total = (sums[name] if sums else RunningSum(parameter)).total()
+            yield name, total.to(widest(total.device))
 
     def _squares(self, micro: MicroBatch, groups: list[int]) -> Tensor:
         """Squared norms of the forms held for these groups, [g,b]."""
@@ -250,35 +268,56 @@ class GroupInProgress:
 class RunningSum:
     """The sum of one parameter's clipped gradients over a logical batch, or a part of it of some `shape`.
 
-    At most `BLOCK` records are summed in float32, in `block`, and full blocks in float64, in `blocks`: whatever the number
-    of records, the error is a small part of one record's contribution. `records` counts those in the block. The block's
-    memory is reused at every step: page faults in a new tensor take longer than drawing the noise.
+    A few additions are made in float32, in `block`, and many in float64, in `blocks`. Leaving out a record may round every
+    later addition to a block otherwise, each by at most 2^-24 of what the block then holds, which is one threshold for each
+    of its records. `rounding` adds up these numbers of records, and a block with more than `MOST` of them is moved. A chunk
+    of `CHUNK` terms is one addition; what is rounded within it is smaller (native/rows.c).
+
+    The block's memory is reused at every step: page faults in a new tensor take longer than drawing the noise. A part of a
+    sum over processes, which has a `shape`, is in float64.
     """
 
     def __init__(self, parameter: nn.Parameter, shape: tuple[int, ...] | None = None) -> None:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
+        dtype = dtype if shape is None else widest(parameter.device)
         self.block = torch.empty(parameter.shape if shape is None else shape, dtype=dtype, device=parameter.device)
         self.blocks: Tensor | None = None
-        self.records = 0
+        self.records, self.rounding = 0, 0.0
 
-    def make_room(self, records: int) -> int:
-        """Make room for so many records, moving a full block to `blocks` if needed. Returns the factor for what is in the
-        block: 1 to add to it, 0 to overwrite it."""
-        if self.records and self.records + records <= BLOCK:
-            self.records += records
+    def make_room(self, records: int, terms: int) -> int:
+        """Make room for so many records of so many terms each, moving the block to `blocks` if needed.
+
+        Returns the factor for what is in the block: 1 to add to it, 0 to overwrite it.
+        """
+        additions = -(-records * terms // CHUNK)
+        own = records * (additions + 1) / 2
+        rounding = self.rounding + additions * self.records + own
+        if self.records and (rounding <= MOST or self.block.dtype is not torch.float32):
+            self.records, self.rounding = self.records + records, rounding
             return 1
-        if self.records and self.blocks is None:
-            self.blocks = self.block.to(widest(self.block.device), copy=True)
-        elif self.blocks is not None:
-            self.blocks += self.block
-        self.records = records
+        if self.records:
+            self._move()
+        self.records, self.rounding = records, own
         return 0
 
     def total(self) -> Tensor:
-        """The sum over all records so far, in the block's memory."""
-        if not self.records:
-            return self.block.zero_()
-        if self.blocks is not None:
-            self.block.copy_(self.blocks.add_(self.block))
-            self.blocks = None
-        return self.block
+        """The sum over all records so far: in the block's memory, or in float64 if it has been moved."""
+        if self.blocks is None:
+            return self.block if self.records else self.block.zero_()
+        if self.records:
+            self._move()
+        return self.blocks
+
+    def _move(self) -> None:
+        self.records = 0
+        if self.blocks is None:
+            self.blocks = self.block.to(widest(self.block.device), copy=True)
+        else:
+            self.blocks += self.block
+
+
+def _terms(form: Form) -> int:
+    """How many terms of each record a sum of these gradients adds one by one."""
+    if isinstance(form, OuterProducts):
+        return form.given_acts.shape[1] if form.given_acts.dim() == 3 else 1
+    return form.terms

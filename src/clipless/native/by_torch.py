@@ -1,7 +1,7 @@
 """What rows.c does, by torch: for any type and device, tensor by tensor."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 # So many columns are added up in the rows' own type.
 BLOCK = 1024
+# As in rows.c: so many terms are added up in a run, and in a chunk of runs.
+RUN, TERMS = 64, 256
 # Squares below this lose digits to underflow in float32.
 UNDERFLOW = 1e-30
 
@@ -77,8 +79,8 @@ def _lengths(rows: Tensor) -> Tensor:
 
 def sums_by_torch(sums: Sequence[Weighted], scale: float) -> None:
     for total, rows, factors, beta in sums:
-        line = total.view(-1)
-        torch.addmv(line, flat(rows).mT, (factors * scale).to(rows.dtype), beta=beta, out=line)
+        line, weights = total.view(-1), (factors * scale).to(rows.dtype)
+        add_in_runs(torch.addmv, line, flat(rows).mT, weights, beta)
 
 
 def products_by_torch(sums: Sequence[Product], scale: float) -> None:
@@ -88,7 +90,23 @@ def products_by_torch(sums: Sequence[Product], scale: float) -> None:
             right = right * weights
         else:
             left = left * weights
-        torch.addmm(total, left.mT, right, beta=beta, out=total)  # with `out=` autocast leaves it alone
+        add_in_runs(torch.addmm, total, left.mT, right, beta)
+
+
+def add_in_runs(add: Callable[..., Tensor], total: Tensor, left: Tensor, right: Tensor, beta: int) -> None:
+    """total = beta·total + left·right for `left` [...,n] and `right` [n,...], the n terms added up in runs and in chunks, so
+    that rounding errors stay small. `add` is torch's, with `beta` and `out`: so autocast leaves it alone."""
+    terms = len(right)
+    if terms <= RUN or total.dtype is not torch.float32:
+        add(total, left, right, beta=beta, out=total)
+        return
+    for first in range(0, terms, TERMS):
+        chunk = torch.empty_like(total) if first or beta else total
+        for begin in range(first, min(first + TERMS, terms), RUN):
+            some = slice(begin, min(begin + RUN, first + TERMS, terms))
+            add(chunk, left[..., some], right[some], beta=int(begin > first), out=chunk)
+        if chunk is not total:
+            total += chunk
 
 
 def written_by_torch(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,13 +87,20 @@ static void normals(const struct bits *restrict bits, double *restrict noise) {
 }
 
 /* into[k] = sums[k] + stddev times noise[k], rounded to a multiple of the grid's step, 2**-6 of the power of two below
-   stddev, then times weight. Near 1.5 * 2**52 steps floating-point numbers are one step apart. */
+   stddev, then times weight. Near 1.5 * 2**52 steps floating-point numbers are one step apart. The sums are double if they
+   are `exact`, and otherwise float. */
 FOR_EACH_PROCESSOR
-static void add_scaled(float *restrict into, const float *restrict sums, const double *restrict noise, double stddev,
-                       double weight, int64_t count) {
+static void add_scaled(float *restrict into, const void *sums, int64_t exact, int64_t at, const double *restrict noise,
+                       double stddev, double weight, int64_t count) {
     double far = 0x1.8p52 * as_double((double_bits(stddev) & 0x7ff0000000000000) - (6ull << 52));
-    for (int64_t k = 0; k < count; k++)
-        into[k] = (float)((((noise[k] * stddev + (double)sums[k]) + far) - far) * weight);
+    const double *restrict doubles = (const double *)sums + at;
+    const float *restrict floats = (const float *)sums + at;
+    if (exact)
+        for (int64_t k = 0; k < count; k++)
+            into[k] = (float)((((noise[k] * stddev + doubles[k]) + far) - far) * weight);
+    else
+        for (int64_t k = 0; k < count; k++)
+            into[k] = (float)((((noise[k] * stddev + (double)floats[k]) + far) - far) * weight);
 }
 
 /* The next round's key, from the two before it and the word that the cipher's own table makes of the last. The constants are
@@ -205,8 +212,9 @@ void clipless_keystream(const uint8_t *key, int64_t high, int64_t low, uint8_t *
 
 /* Tensors laid end to end: the one of number k has the places from starts[k] up to starts[k+1]. A null pointer is a gap:
    its numbers are skipped, and chunks that lie inside it are not drawn. */
-static void add_noise(const __m128i *keys, int wide, float *const *into, const float *const *sums, const double *stddevs,
-                      double weight, const int64_t *starts, int64_t tensors, int64_t chunk, int64_t end) {
+static void add_noise(const __m128i *keys, int wide, float *const *into, const void *const *sums, const int64_t *exact,
+                      const double *stddevs, double weight, const int64_t *starts, int64_t tensors, int64_t chunk,
+                      int64_t end) {
     struct bits bits;
     double noise[CHUNK];
     int64_t tensor = 0;
@@ -230,8 +238,8 @@ static void add_noise(const __m128i *keys, int wide, float *const *into, const f
                 tensor++;
             int64_t last = starts[tensor + 1] < stop ? starts[tensor + 1] : stop, at = place - starts[tensor];
             if (into[tensor])
-                add_scaled(into[tensor] + at, sums[tensor] + at, noise + (place - from), stddevs[tensor], weight,
-                           last - place);
+                add_scaled(into[tensor] + at, sums[tensor], exact[tensor], at, noise + (place - from), stddevs[tensor],
+                           weight, last - place);
             place = last;
         }
     }
@@ -239,7 +247,7 @@ static void add_noise(const __m128i *keys, int wide, float *const *into, const f
     erase(noise, sizeof noise);
 }
 
-/* The numbers themselves, of so many chunks from the first one on: for sums that are not in float32. The check compares them
+/* The numbers themselves, of so many chunks from the first one on: for results that are not float32. The check compares them
    bit by bit, where a release shows rounded sums. */
 void clipless_normals(const uint8_t *key, double *noise, int64_t first, int64_t chunks, int64_t narrow) {
     if (!__builtin_cpu_supports("aes") || !__builtin_cpu_supports("ssse3"))
@@ -256,10 +264,11 @@ void clipless_normals(const uint8_t *key, double *noise, int64_t first, int64_t 
     erase(keys, sizeof keys);
 }
 
-/* For all elements of all tensors. A processor without AES of its own does nothing, which the check at the first use sees.
+/* For all elements of all tensors; `exact` tells which sums are double. A processor without AES of its own does nothing, which the check at the first use sees.
    `narrow` says to do without the instructions for four blocks. */
-void clipless_release(const uint8_t *key, float *const *into, const float *const *sums, const double *stddevs,
-                      double weight, const int64_t *starts, int64_t tensors, int64_t narrow, int64_t threads) {
+void clipless_release(const uint8_t *key, float *const *into, const void *const *sums, const int64_t *exact,
+                      const double *stddevs, double weight, const int64_t *starts, int64_t tensors, int64_t narrow,
+                      int64_t threads) {
     if (!__builtin_cpu_supports("aes") || !__builtin_cpu_supports("ssse3"))
         return;
     __m128i keys[ROUNDS + 1];
@@ -268,7 +277,7 @@ void clipless_release(const uint8_t *key, float *const *into, const float *const
     int64_t chunks = (starts[tensors] + CHUNK - 1) / CHUNK;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t k = 0; k < threads; k++)
-        add_noise(keys, wide, into, sums, stddevs, weight, starts, tensors, chunks * k / threads,
+        add_noise(keys, wide, into, sums, exact, stddevs, weight, starts, tensors, chunks * k / threads,
                   chunks * (k + 1) / threads);
     erase(keys, sizeof keys);
 }

@@ -8,9 +8,9 @@
 
 /* So many columns of a total stay in the nearest cache while the rows go by, four at a time. */
 #define COLUMNS 2048
-/* Rows are added up in runs, and the runs in the total, so that rounding errors stay small for many records. */
+/* Terms are added up in runs, runs in chunks, and chunks in the total, so that rounding errors stay small: a term is rounded
+   as part of a run, a run as part of a chunk, and so on. gradients/sums.py counts on these numbers. */
 #define RUN 64
-/* So many terms of a sum of products are added up in one go, and these in the total. */
 #define TERMS 256
 /* So many outputs at a time stay in the cache, once they are laid out tile by tile. */
 #define BLOCK 256
@@ -83,25 +83,38 @@ static inline void add_run(float *restrict sum, const float *restrict a, const f
     }
 }
 
+/* The same in runs, to a sum of nothing yet. */
+static inline void add_chunk(float *restrict sum, const float *restrict a, const float *restrict factors, float scale,
+                             int64_t records, int64_t width, int64_t columns) {
+    float run[COLUMNS];
+    add_run(sum, a, factors, scale, records < RUN ? records : RUN, width, columns);
+    for (int64_t row = RUN; row < records; row += RUN) {
+        memset(run, 0, columns * sizeof *run);
+        add_run(run, a + row * width, factors + row, scale, records - row < RUN ? records - row : RUN, width, columns);
+        for (int64_t k = 0; k < columns; k++)
+            sum[k] += run[k];
+    }
+}
+
 FOR_EACH_PROCESSOR
 static void add_columns(float *restrict total, const float *restrict rows, const float *restrict factors, float scale,
                         int64_t records, int64_t width, int64_t keeps, int64_t column, int64_t end) {
-    float run[COLUMNS];
+    float chunk[COLUMNS];
     for (; column < end; column += COLUMNS) {
         int64_t columns = end - column < COLUMNS ? end - column : COLUMNS;
         float *restrict sum = total + column;
         if (!keeps)
             memset(sum, 0, columns * sizeof *sum);
-        if (records <= RUN) {
-            add_run(sum, rows + column, factors, scale, records, width, columns);
-            continue;
-        }
-        for (int64_t row = 0; row < records; row += RUN) {
-            memset(run, 0, columns * sizeof *run);
-            add_run(run, rows + column + row * width, factors + row, scale, records - row < RUN ? records - row : RUN,
-                    width, columns);
+        for (int64_t row = 0; row < records; row += TERMS) {
+            int64_t terms = records - row < TERMS ? records - row : TERMS;
+            if (!keeps && !row) { /* the total is empty */
+                add_chunk(sum, rows + column, factors, scale, terms, width, columns);
+                continue;
+            }
+            memset(chunk, 0, columns * sizeof *chunk);
+            add_chunk(chunk, rows + column + row * width, factors + row, scale, terms, width, columns);
             for (int64_t k = 0; k < columns; k++)
-                sum[k] += run[k];
+                sum[k] += chunk[k];
         }
     }
 }
@@ -161,6 +174,30 @@ INLINE void lay_out(const float *restrict left, int64_t rows, int64_t apart, int
                 memcpy(room, left + b * apart + o, (outputs - o) * sizeof *room);
 }
 
+/* The product of a chunk's terms, run by run, to `total` [count,columns] or instead of it. */
+INLINE void add_tile(const float *restrict left, int64_t apart, const float *restrict right, int64_t terms,
+                     float *restrict total, int64_t width, int64_t columns, int count, int keeps) {
+    float made[ROWS * PANEL];
+    if (terms <= RUN) {
+        multiply(left, 1, apart, right, PANEL, terms, total, width, columns, count, !keeps);
+        return;
+    }
+    for (int64_t t = 0; t < terms; t += RUN)
+        multiply(left + t * apart, 1, apart, right + t * PANEL, PANEL, terms - t < RUN ? terms - t : RUN, made, PANEL, PANEL,
+                 count, !t);
+    if (keeps)
+        for (int row = 0; row < count; row++)
+            if (columns >= PANEL)
+                for (int64_t k = 0; k < PANEL; k++)
+                    total[row * width + k] += made[row * PANEL + k];
+            else
+                for (int64_t k = 0; k < columns; k++)
+                    total[row * width + k] += made[row * PANEL + k];
+    else
+        for (int row = 0; row < count; row++)
+            memcpy(total + row * width, made + row * PANEL, (columns < PANEL ? columns : PANEL) * sizeof *total);
+}
+
 /* The part of a sum from output `first` up to `last` and from column `from` up to `to`. */
 FOR_EACH_PROCESSOR
 static void add_part(const struct product *sum, float scale, int64_t first, int64_t last, int64_t from, int64_t to,
@@ -182,8 +219,8 @@ static void add_part(const struct product *sum, float scale, int64_t first, int6
                 weighted_columns(sum->right + run * sum->width + k, sum->factors ? sum->factors + run : 0, scale, rows,
                                  sum->width, to - k, columns);
                 for (int64_t o = 0; o < outputs; o += ROWS)
-                    multiply(left + o * tile, 1, apart, columns, PANEL, rows, sum->total + (first + o) * sum->width + k,
-                             sum->width, to - k, outputs - o < ROWS ? outputs - o : ROWS, !run && !sum->keeps);
+                    add_tile(left + o * tile, apart, columns, rows, sum->total + (first + o) * sum->width + k, sum->width,
+                             to - k, outputs - o < ROWS ? outputs - o : ROWS, run || sum->keeps);
             }
         }
     }

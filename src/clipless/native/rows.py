@@ -244,9 +244,10 @@ def _pairs(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _pairs_of_rows(ours: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """For numbers of rows and columns that fill no block."""
-    for records, beta in itertools.product((1, 4, 11), (0, 1)):
-        rows = [torch.linspace(-3, 3, records * width).sin().view(records, width) for width in (1, 21, 2100, 70000)]
+    """For numbers of rows and columns that fill no block, and more rows than are taken at a time."""
+    sizes = ((1, (1, 21, 2100, 70000)), (4, (1, 21, 2100, 70000)), (11, (1, 21, 2100, 70000)), (300, (1, 21, 40, 7)))
+    for (records, widths), beta in itertools.product(sizes, (0, 1)):
+        rows = [torch.linspace(-3, 3, records * width).sin().view(records, width) for width in widths]
         factors = torch.linspace(0, 1, records)
         one, other = (
             [Weighted(torch.full(part.shape[1:], 1.0 if beta else torch.nan), part, factors, beta) for part in rows]

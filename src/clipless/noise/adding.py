@@ -44,8 +44,8 @@ def by_numpy(
     """into[k] = sums[k] + stddevs[k] times the numbers of the key from number places[k] on, by default tensor after tensor,
     rounded to the grid of stddevs[k], then times `weight`.
 
-    Contiguous tensors in main memory; each sum in the type of what it goes to. `chunks` makes the numbers. Torch is not
-    used, because its threads give wrong results in a forked child.
+    Contiguous tensors in main memory; each sum in a type at least as fine as what it goes to. `chunks` makes the numbers.
+    Torch is not used, because its threads give wrong results in a forked child.
     """
     noise, left = blocks(key, sum(tensor.numel() for tensor in into), made=chunks), np.empty(0)
     for number, (value, stddev, out) in enumerate(zip(sums, stddevs, into, strict=True)):
@@ -81,7 +81,8 @@ def _build(library: Path) -> Noise | None:
 def _pairs(ours: Noise) -> Iterator[tuple[Tensor, Tensor]]:
     """The numbers of two keys, and sums with tensors of every length beside the borders of chunks, end to end and apart."""
     sizes = (1, 0, CHUNK - 2, 3 * CHUNK, 5, 40 * CHUNK, CHUNK + 7)
-    sums = [torch.from_numpy(np.linspace(-3, 3, size, dtype=np.float32)) for size in sizes]
+    types = (np.float32, np.float64)  # in turn
+    sums = [torch.from_numpy(np.linspace(-3, 3, size, dtype=types[k % 2])) for k, size in enumerate(sizes)]
     stddevs = [0.1 * 1.9**number for number in range(len(sizes))]
     for key in (bytearray(range(32)), bytearray(range(255, 223, -1))):
         for first in (0, 7):

@@ -36,26 +36,28 @@ class NoiseSource:
         stddevs: Sequence[float],
         divisor: float = 1.0,
         places: Sequence[int] | None = None,
+        types: Sequence[torch.dtype] | None = None,
     ) -> list[Tensor]:
         """Each value plus normal noise of its standard deviation, rounded to a multiple of `grid(stddev)`, then divided.
 
-        The divisor is positive. Results are in the value's type, or float32 if that is finer, in fresh tensors, whose
-        memory has never held a value without noise. The values are left as they are. They use the numbers of the step's
-        stream one after the other, or, with ascending `places`, each from its place on: a shard of a value gets the noise
-        that it would get as a part of the whole.
+        The divisor is positive. Results are of these types, by default the values', or in float32 if that is finer, in fresh
+        tensors, whose memory has never held a value without noise. The values are left as they are. They use the numbers of
+        the step's stream one after the other, or, with ascending `places`, each from its place on: a shard of a value gets
+        the noise that it would get as a part of the whole.
         """
         sums, outs, fits = [], [], True
         for stddev in set(stddevs):
             least = min(stddev, stddev / divisor)
             if not (least >= LEAST_STDDEV and stddev / divisor < math.inf):
                 raise _too_little(least)
-        for value, _ in zip(values, stddevs, strict=True):
+        for number, (value, _) in enumerate(zip(values, stddevs, strict=True)):
             here = value.detach() if value.requires_grad else value
             if not (here.dtype is torch.float32 and here.is_cpu and here.is_contiguous()):
                 here = self._brought_here(here)
-                fits = fits and here.dtype is torch.float32
+            kind = here.dtype if types is None else torch.promote_types(types[number], torch.float32)
+            fits = fits and kind is torch.float32
             sums.append(here)
-            outs.append(torch.empty_like(here))
+            outs.append(torch.empty_like(here, dtype=kind))
         key = self._keys.key(stream, step)
         fast = compiled()
         if fast and fits:
@@ -85,9 +87,9 @@ class NoiseSource:
             return made.to(value.device)
         # Counters that no number in main memory is made of, and no other part of the same value.
         seed = int(words(key, ((number + 1) << 64) + place, 1)[0]) >> 1
-        noise = torch.empty(value.shape, dtype=made.dtype, device=value.device)
+        noise = torch.empty(value.shape, dtype=torch.promote_types(value.dtype, made.dtype), device=value.device)
         noise.normal_(generator=torch.Generator(value.device).manual_seed(seed))
-        return value.to(made.dtype).add(noise, alpha=stddev).div_(divisor)
+        return noise.mul_(stddev).add_(value).div_(divisor).to(made.dtype)
 
     def vector(self, step: int, number: int, like: Sequence[Tensor]) -> list[Tensor]:
         """Standard normal numbers shaped like these tensors, on their devices: vector `number` of a step's projections. The

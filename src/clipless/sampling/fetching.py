@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from clipless.errors import InvalidArgument, InvalidType
+from clipless.sampling.repeats import refuse_repeats
 from clipless.sampling.rows import BatchDims, learned_dims
 from clipless.sampling.sizes import Measured, MeasuringCollate
 
@@ -214,6 +215,7 @@ def _sized(dataset: object) -> Dataset[Any]:
         )
     if len(dataset) == 0:  # type: ignore[arg-type]
         raise InvalidArgument("the data set is empty: there is nothing to train on.")
+    refuse_repeats(dataset)
     return dataset  # type: ignore[return-value]
 
 

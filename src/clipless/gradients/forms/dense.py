@@ -99,6 +99,10 @@ class OuterProducts:
     def __len__(self) -> int:
         return self.given_acts.shape[0]
 
+    @property
+    def terms(self) -> int:
+        return 1 if self.is_single else self.given_acts.shape[1]
+
     @cached_property
     def sq_norms(self) -> Tensor:
         if self.is_single:

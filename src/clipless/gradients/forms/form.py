@@ -29,6 +29,10 @@ class Form(Protocol):
         """The number of records."""
 
     @property
+    def terms(self) -> int:
+        """How many terms of each record `add_to` adds to the total one by one."""
+
+    @property
     def sq_norms(self) -> Tensor:
         """‖g_b‖² for every record, [b], in float64 where the device has it. Never too small, perhaps slightly too large."""
 
@@ -52,7 +56,11 @@ class Form(Protocol):
 
 
 class NoChoice:
-    """A form with one method only."""
+    """A form with one method only, of which a sum has one term for each record."""
+
+    @property
+    def terms(self) -> int:
+        return 1
 
     def methods(self) -> Mapping[str, Cost]:
         return {}

@@ -21,6 +21,10 @@ class Rearranged:
         return len(self.matrix)
 
     @property
+    def terms(self) -> int:
+        return self.matrix.terms
+
+    @property
     def sq_norms(self) -> Tensor:
         return self.matrix.sq_norms
 

@@ -15,13 +15,13 @@ from clipless.native.by_torch import widest
 
 # At most so many numbers of a record are summed in their own type.
 RUN = 1024
-# A row of the table that is hit by `hits` positions of b records is summed position by position while hits·b is below this:
-# the error of each sum is then less than b addends times half a unit in the last place.
-HITS = 2**20
 
 
 class Scattered(NoChoice):
-    """g_b adds grads[b,t] to row indices[b,t] of a table [v,d]; no table per record is written out."""
+    """g_b adds grads[b,t] to row indices[b,t] of a table [v,d]; no table per record is written out.
+
+    Many positions may meet in one row, so sums are made in float64.
+    """
 
     def __init__(self, indices: Tensor, grads: Tensor, size: int) -> None:
         self.indices, self.grads, self.size = indices, grads, size  # [b,t] [b,t,d] v
@@ -63,12 +63,10 @@ class Scattered(NoChoice):
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
         if beta == 0:
             total.zero_()
-        rows, indices = scaled(self.grads, factors), self.indices.flatten()
-        if len(indices) * len(rows) > HITS and int(indices.bincount().max()) * len(rows) > HITS:
-            slots, sums = self._by_record(rows)
-            total.index_add_(0, slots % self.size, sums)
-        else:
-            total.index_add_(0, indices, rows.flatten(0, 1))
+        rows = scaled(self.grads.to(widest(self.grads.device)), factors)
+        hit, place = torch.unique(self.indices, return_inverse=True)
+        sums = rows.new_zeros(len(hit), rows.shape[2]).index_add_(0, place.flatten(), rows.flatten(0, 1))
+        total.index_add_(0, hit, sums.to(total.dtype))
 
     def per_record(self) -> Tensor:
         b, _, d = self.grads.shape

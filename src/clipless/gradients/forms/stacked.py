@@ -19,6 +19,10 @@ class Stacked(NoChoice):
     def __len__(self) -> int:
         return len(next(iter(self.parts.values())))
 
+    @property
+    def terms(self) -> int:
+        return max(part.terms for part in self.parts.values())
+
     @cached_property
     def sq_norms(self) -> Tensor:
         return torch.stack([part.sq_norms for part in self.parts.values()]).sum(0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clipless.gradients.forms.cancellation import never_too_small
-from clipless.gradients.forms.dense import Instantiated, OuterProducts, kept, sq_norm
+from clipless.gradients.forms.dense import Instantiated, OuterProducts, kept, scaled, sq_norm
 from clipless.gradients.forms.form import Cost, Form, NoChoice
 from clipless.gradients.forms.rearranged import Rearranged
 from clipless.native.by_torch import widest
@@ -53,7 +53,8 @@ class Products:
     def weighted(self, factors: Tensor) -> Tensor:
         """The sum of every record's products times its factor, [o]; from the sum of h if they are not known yet."""
         if self._form is None:
-            return _product(factors.to(self.value.dtype).unsqueeze(0), self.value).squeeze(0)
+            wide = self.value.to(widest(factors.device))
+            return _product(factors.to(wide).unsqueeze(0), wide).squeeze(0).to(self.value)
         sums = torch.empty(self._direction.shape, dtype=self._direction.dtype, device=self._direction.device)
         self._form.add_to(sums, factors, beta=0)
         return torch.linalg.vecdot(sums.flatten(1), self._direction.flatten(1))
@@ -82,6 +83,12 @@ class Standardised:
         return len(form)
 
     @property
+    def terms(self) -> int:
+        form = self._known if self._raw is None else self._raw
+        assert form is not None
+        return form.terms
+
+    @property
     def _scaled(self) -> Form:
         if self._known is None:
             assert self._raw is not None
@@ -104,10 +111,13 @@ class Standardised:
         sums = torch.empty_like(total)
         if self._raw is None:
             self._scaled.add_to(sums, factors, beta=0)
+            wide = sums.to(
+                widest(sums.device)
+            )  # a rounding error of all records together would be many times one record's
         else:
             self._raw.add_to(sums, factors, beta=0)
-            sums *= self._how.scale.to(sums.dtype).view(-1, *[1] * (sums.dim() - 1))
-        ours = self._how.applied(sums)
+            wide = scaled(sums.to(widest(sums.device)), self._how.scale)
+        ours = self._how.applied(wide)
         total.mul_(beta).add_(ours) if beta else total.copy_(ours)
 
     def per_record(self) -> Tensor:
@@ -174,6 +184,9 @@ class Scales(NoChoice):
         return self._written.sq_norms
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
+        if "_written" in vars(self):
+            self._written.add_to(total, factors, beta)
+            return
         ours = self._pulled(self._products.weighted(factors).unsqueeze(0) * self._weight)[0].to(total.dtype)
         total.mul_(beta).add_(ours) if beta else total.copy_(ours)
 

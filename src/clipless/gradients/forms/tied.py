@@ -29,6 +29,10 @@ class Tied:
     def __len__(self) -> int:
         return len(self.table)
 
+    @property
+    def terms(self) -> int:
+        return self.matrix.terms
+
     @cached_property
     def sq_norms(self) -> Tensor:
         table, matrix = self.table, self.matrix

@@ -102,6 +102,10 @@ class Correlation:
         return len(self.acts)
 
     @property
+    def terms(self) -> int:
+        return math.prod(self.grads.shape[2:])
+
+    @property
     def sq_norms(self) -> Tensor:
         return sq_norm(self.per_record())
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from clipless.errors import UnsupportedModule
-from clipless.gradients.forms import Form, NoChoice, Scattered, kept, scaled, sq_norm
+from clipless.gradients.forms import Form, NoChoice, Scattered, kept, scaled, sq_norm, widest
 from clipless.gradients.layers.rule import Use, register
 
 
@@ -98,9 +98,9 @@ class Selected(NoChoice):
         return sq_norm(self.grads)
 
     def add_to(self, total: Tensor, factors: Tensor, beta: int) -> None:
-        if beta == 0:
-            total.zero_()
-        total.scatter_add_(0, self.row_of, scaled(self.grads, factors))
+        wide = scaled(self.grads.to(widest(self.grads.device)), factors)
+        sums = wide.new_zeros(total.shape).scatter_add_(0, self.row_of, wide)
+        total.add_(sums) if beta else total.copy_(sums)
 
     def per_record(self) -> Tensor:
         b, d = self.grads.shape

@@ -151,7 +151,7 @@ class ProjectionEngine:
         for name, parameter in self.parameters.items():
             kind = torch.promote_types(parameter.dtype, torch.float32)
             found = self._sums.get(name)
-            sums[name] = torch.zeros_like(parameter, dtype=kind) if found is None else found.to(kind)
+            sums[name] = torch.zeros_like(parameter, dtype=kind) if found is None else found
         return sums
 
     # The user's forward pass.

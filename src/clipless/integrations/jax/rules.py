@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipless.clipping import Abadi, AutoS, AutoV, ByGroup, Global, Rule
+from clipless.clipping import LOWERED, OURS, Abadi, AutoS, AutoV, ByGroup, Global, Rule
 from clipless.errors import InvalidType
 
 JaxRule = Callable[[Any, jax.Array, jax.Array], jax.Array]
@@ -29,12 +29,16 @@ def register_rule(rule: type) -> Callable[[JaxRule], JaxRule]:
 
 
 def factors(rule: Rule, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
-    """How much of each record enters the sums, [G,B].
+    """How much of each record enters the sums, [G,B]: at most threshold / norm, whatever rule is registered.
 
-    >>> factors(AutoS(0.01), jnp.array([[0.0, 0.99]]), jnp.array([[1.0]])).tolist()
+    >>> factors(AutoS(0.01), jnp.array([[0.0, 0.99]]), jnp.array([[1.0]])).round(4).tolist()
     [[100.0, 1.0]]
     """
-    return form_of(rule)(rule, norms, thresholds)
+    found = form_of(rule)(rule, norms, thresholds)
+    if type(rule) in OURS or type(rule) is ByGroup:
+        return found
+    most = jnp.where(_usable(norms), _lowered(thresholds / norms), 0.0)
+    return jnp.where(found > 0, jnp.minimum(found, most), 0.0)  # 0 for NaN
 
 
 def form_of(rule: Rule) -> JaxRule:
@@ -51,24 +55,24 @@ def form_of(rule: Rule) -> JaxRule:
 
 @register_rule(Abadi)
 def _abadi(rule: Abadi, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
-    return jnp.where(_usable(norms), jnp.minimum(thresholds / norms, 1.0), 0.0)
+    return jnp.where(_usable(norms), jnp.where(norms <= thresholds, 1.0, _lowered(thresholds / norms)), 0.0)
 
 
 @register_rule(AutoV)
 def _auto_v(rule: AutoV, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
-    found = thresholds / norms
+    found = _lowered(thresholds / norms)
     return jnp.where(_usable(norms) & jnp.isfinite(found), found, 0.0)
 
 
 @register_rule(AutoS)
 def _auto_s(rule: AutoS, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
-    found = thresholds / (norms + rule.gamma)  # 0 for an infinite norm
+    found = _lowered(thresholds / (norms + rule.gamma))  # 0 for an infinite norm
     return jnp.where(jnp.isfinite(found), found, 0.0)
 
 
 @register_rule(Global)
 def _global(rule: Global, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
-    kept = jnp.full_like(norms, 1.0 / rule.ratio)
+    kept = _lowered(jnp.full_like(norms, 1.0 / rule.ratio))
     return jnp.where((norms <= rule.ratio * thresholds) & jnp.isfinite(kept), kept, 0.0)
 
 
@@ -76,6 +80,12 @@ def _global(rule: Global, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
 def _by_group(rule: ByGroup, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
     rows = [factors(own, norms[g : g + 1], thresholds[g : g + 1]) for g, own in enumerate(rule.rules)]
     return jnp.concatenate(rows)
+
+
+def _lowered(found: jax.Array) -> jax.Array:
+    """As in `clipless.clipping`."""
+    lowered = found * LOWERED
+    return jnp.where(lowered <= jnp.finfo(found.dtype).tiny, 0.0, lowered)
 
 
 def _usable(norms: jax.Array) -> jax.Array:
