@@ -90,6 +90,6 @@ def _finite(record: Any) -> bool:
 def _gradients(loss: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {
-        name: torch.zeros_like(p) if grad is None else grad
+        name: torch.zeros_like(p) if grad is None else grad.to_dense()
         for (name, p), grad in zip(parameters.items(), grads, strict=True)
     }

@@ -22,12 +22,15 @@ from clipless.errors import MissingLibrary
 try:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
+    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
     from torch.nn.modules.dropout import _DropoutNd as AnyDropout
     from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
     from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
+    from torch.nn.utils.spectral_norm import SpectralNorm as OldSpectralNorm
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.weak import WeakIdRef
 
     # The number of the backward pass that is running in this thread; -1 outside of one.
     current_graph_task = torch._C._current_graph_task_id
@@ -61,8 +64,11 @@ __all__ = [
     "BackwardCalls",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
+    "OldSpectralNorm",
     "SpectralNorm",
+    "StorageWeakRef",
     "TorchDispatchMode",
+    "WeakIdRef",
     "active_wrapper",
     "applied",
     "current_graph_task",

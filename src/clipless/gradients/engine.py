@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from clipless.clipped import LossFunction
 from clipless.errors import InvalidArgument, InvalidType, Misuse
+from clipless.gradients.capture import messages
 from clipless.gradients.capture.hooks import Hooks, Tap
 from clipless.gradients.capture.micro_batch import MicroBatch
 from clipless.gradients.capture.model_map import ModelMap
@@ -112,7 +113,9 @@ class Engine:
         scale = float(records) if averaged else 1.0
         self.receiver.open(MicroBatch(records, averaged, scale, due, by_function=by_function))
         self._recorder.restore()
-        if not self._watch.is_open:
+        if self._watch.is_open:
+            self._watch.counters.rewind()
+        else:
             self._watch.open(closely=due or not self._self_check.active)
 
     def run(self, function: LossFunction, batch: Any, drawn: DrawnPart | None) -> None:
@@ -126,6 +129,7 @@ class Engine:
             raise taken_again()
         if not micro.records and self._shards is None:
             return
+        messages.refuse_nested_batch(batch)
         micro.by_function = True
         self._self_check.begin_function(function, self._model, batch, micro, drawn)
         given, before = Given(batch), torch.get_rng_state()
@@ -202,10 +206,12 @@ class Engine:
         """Raise if the batch has written into the model, or if a check finds a lost gradient or outputs that depend on other
         records. Returns how many passes were checked. All processes of a sharded model must call it together."""
         self._watch.refuse_step()
-        if self._shards is None:
-            return self._self_check.compare(self.parameters, self.parameters)
-        self._shards.gather_again()
-        return self._self_check.compare(self.parameters, self._map.live)
+        if self._shards is not None:
+            self._shards.gather_again()
+        live = self.parameters if self._shards is None else self._map.live
+        checked = self._self_check.compare(self.parameters, live)
+        self._watch.counters.count()
+        return checked
 
     def silenced(self) -> AbstractContextManager[None]:
         """Inside, the model runs as if it were not private."""

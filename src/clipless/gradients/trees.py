@@ -54,6 +54,11 @@ def _is_packed(value: Any) -> bool:
     return isinstance(value, PackedSequence)
 
 
+def nested_in(values: Any) -> bool:
+    """Whether there is a nested tensor in the structure."""
+    return any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in pytree.tree_leaves(values))
+
+
 class Opened:
     """A dataclass as a tree of its fields."""
 

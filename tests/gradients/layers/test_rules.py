@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import clipless
 from clipless.gradients import layers as rules
+from clipless.gradients.clipped_sum import engine_sum
 from clipless.gradients.layers import rule_of
 from clipless.preflight import relative_error
 from problems import Bagged, Conv1D, Pairing, losses
@@ -82,13 +83,16 @@ def bag_of_offsets(**how: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
 @pytest.mark.parametrize("padding", [None, 2, 4])
 @pytest.mark.parametrize("mode", ["mean", "sum", "max"])
 def test_bags_by_offsets_are_told_apart(mode: str, padding: int | None) -> None:
-    """All records share one line of indices there: each has those of its own bag, without what fills it up."""
+    """All records share one line of indices there: each has those of its own bag, without what fills it up. A bag ends
+    where the next one begins, so without a record another's is longer, and a checked sum is refused."""
     model, inputs = bag_of_offsets(mode=mode, padding_idx=padding)
 
     def bag_losses(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return net(inputs[0], batch[0]).square().sum(1)
 
-    found = clipless.clipped_sum(model, bag_losses, (inputs[1], torch.zeros(4)), "abadi")
+    with pytest.raises(clipless.Misuse, match="mixes records"):
+        clipless.clipped_sum(model, bag_losses, (inputs[1], torch.zeros(4)), "abadi")
+    found = engine_sum(model, bag_losses, (inputs[1], torch.zeros(4)), "abadi", checked=False)
     parameters = dict(model.named_parameters())
     total = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     for record, loss in enumerate(bag_losses(model, (inputs[1], torch.zeros(4)))):

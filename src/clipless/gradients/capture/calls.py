@@ -20,7 +20,7 @@ class Call:
     one, `leaves` are its flattened arguments and what a takeover saved. `unsure`: where the records lie is known from sizes
     alone; seeds then decide, and `learn` remembers it for inputs of these `shapes`. With `rows`, the call has that many
     rows, in any order, along the dimensions given (without a dimension the whole tensor is one row), and seeds identify
-    the `record` of each.
+    the `record` of each; inputs that are `by_record` have a slice for each record, and not for each row.
     """
 
     receive: Callable[["Call", tuple[Tensor, ...], tuple[Tensor, ...]], None]
@@ -38,6 +38,7 @@ class Call:
     shapes: Shapes = ()
     learn: Callable[[Dims, Dims], None] | None = None
     rows: int = 0
+    by_record: tuple[bool, ...] = ()
     record: Tensor | None = None
 
     def settle(self, dims: Dims) -> None:

@@ -11,6 +11,7 @@ from torch.func import grad, vmap
 from clipless.gradients.capture import messages
 from clipless.gradients.capture.known_operations import EXPERTS, QUICK, experts
 from clipless.gradients.capture.roots import FromParameters, to_roots
+from clipless.gradients.capture.rows import refuse_rows_together
 from clipless.gradients.capture.writes import Function
 from clipless.gradients.checks.passes import ForwardPass
 from clipless.gradients.forms import Form, Instantiated, Routed, by_record
@@ -18,9 +19,6 @@ from clipless.gradients.layers.rule import at_least_float32
 from clipless.gradients.trees import Dims, differentiable
 from clipless.random_state import random_state_of, same_random_state
 from clipless.torch_internals import pytree
-
-# By how much the sum of the rows' gradients may differ from the gradient of the whole, relative to their norms.
-ROWS_TOLERANCE = 1e-3
 
 # Placeholders for a traced tensor, a plain tensor and the number of records among an operation's arguments.
 TRACED, PLAIN, RECORDS = (type(name, (), {})() for name in ("TRACED", "PLAIN", "RECORDS"))
@@ -110,9 +108,7 @@ class Crossing:
         arrived = [g.movedim(0, dim or 0).to(o.dtype) for o, g, dim in zip(outputs, grads, self.out_dims, strict=True)]
         whole = torch.autograd.grad(outputs, values, arrived, allow_unused=True)
         for rows, total in zip(found, whole, strict=True):
-            apart = rows.sum(0) if total is None else rows.sum(0) - total
-            if _length(apart) > ROWS_TOLERANCE * max(_length(rows), 0.0 if total is None else _length(total)):
-                raise messages.rows_together(self.owner)
+            refuse_rows_together(self.owner, rows, total)
 
     def _pulled_back(self, tensors: list[Tensor], grads: tuple[Tensor, ...]) -> list[Tensor]:
         def inner(traced: list[Tensor], rows: list[Tensor], cotangents: tuple[Tensor, ...]) -> Tensor:
@@ -159,7 +155,3 @@ def _one_by_one(
     if not found:
         return [value.new_zeros(0, *value.shape) for value in values]
     return [torch.stack(rows) for rows in zip(*found, strict=True)]
-
-
-def _length(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

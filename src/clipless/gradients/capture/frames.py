@@ -28,9 +28,10 @@ class Frame:
 
     `armed`: autograd records it; `inside`: it or an enclosing call is armed. `dims` and `out_dims`: where the records lie in
     its inputs and outputs; `unsure`: this is known from sizes alone. `has_rows`: its rows are not the records, and `rows` is
-    their number. `along`: input and output are single tensors with the records along this dimension. `stand_in`: it is
-    the outermost call, and the input of an empty batch was replaced. `turned_off`: its frozen parameters. `replaced`: the
-    parameters that traced tensors replace; `lent`: the traced tensors that parameters replace again inside the call.
+    their number; inputs that are `by_record` have a slice for each record even so. `along`: input and output are single
+    tensors with the records along this dimension. `stand_in`: it is the outermost call, and the input of an empty batch was
+    replaced. `turned_off`: its frozen parameters. `replaced`: the parameters that traced tensors replace; `lent`: the traced
+    tensors that parameters replace again inside the call.
     """
 
     layer: Layer
@@ -43,6 +44,7 @@ class Frame:
     unsure: bool = False
     has_rows: bool = False
     rows: int = 0
+    by_record: tuple[bool, ...] = ()
     along: int | None = None
     turned_off: list[nn.Parameter] = field(default_factory=list)
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
@@ -55,11 +57,16 @@ class Frame:
         for path, name in self.layer.own.items():
             self._replace(self.layer, path, name, operations)
 
+    @property
+    def is_swapped(self) -> bool:
+        """Whether other tensors are in the place of the module's parameters, as inside `functional_call`."""
+        return any(not _is_parameter(self.layer.held(path)) for path in self.layer.own)
+
     def _replace(self, layer: Layer, path: str, name: str, operations: Operations) -> None:
         prefix, _, local = path.rpartition(".")
         holder = layer.module.get_submodule(prefix)
         parameter = holder._parameters[local]
-        if parameter is not None and parameter.requires_grad and not isinstance(parameter, Traced):
+        if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
             holder._parameters[local] = root(name, layer.name, parameter, operations)  # type: ignore[assignment]
             self.replaced.append((holder, local, parameter))
 
@@ -92,7 +99,7 @@ class Frame:
             prefix, _, local = path.rpartition(".")
             holder = self.layer.module.get_submodule(prefix)
             traced: Tensor | None = holder._parameters[local]
-            if name in strays and isinstance(traced, Traced):
+            if name in strays and isinstance(traced, Traced) and traced.parameter is not None:
                 holder._parameters[local] = traced.parameter
                 self.lent.append((holder, local, traced))
 
@@ -112,6 +119,13 @@ class Frame:
         before = self.random_state
         if before is not None and not same_random_state(before, random_state_of(before.cuda, ())):
             raise draws_at_random(self.layer.name)
+
+
+def _is_parameter(tensor: Tensor | None) -> bool:
+    """Whether it is a parameter, or a traced tensor that stands for one."""
+    if isinstance(tensor, Traced):
+        return tensor.parameter is not None
+    return tensor is None or isinstance(tensor, nn.Parameter)
 
 
 @dataclass

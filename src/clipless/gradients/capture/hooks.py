@@ -14,7 +14,7 @@ from clipless.errors import Misuse
 from clipless.gradients.capture.messages import stray_parameter
 from clipless.gradients.capture.model_map import Layer, ModelMap, is_idle
 from clipless.gradients.capture.refusals import compiled_pass, refuse_compiled, refuse_module
-from clipless.gradients.layers.rule import reweighted
+from clipless.gradients.layers.rule import positional, reweighted
 from clipless.gradients.trees import differentiable
 from clipless.torch_internals import applied, get_eval_frame_callback, pytree
 
@@ -106,6 +106,12 @@ class Hook:
     def __init__(self, hooks: Hooks, layer: Layer) -> None:
         self._hooks, self._layer = hooks, layer
 
+    def _ordered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in the order in which a layer's rule reads them."""
+        if not kwargs or self._layer.is_generic:
+            return args, kwargs
+        return positional(self._layer.module, args, kwargs)
+
     @property
     def __name__(self) -> str:
         raise Unscriptable(
@@ -134,7 +140,7 @@ class EnterHook(Hook):
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
             raise compiled_pass()
         listener = self._hooks.listener
-        return None if listener is None else listener.enter(self._layer, args, kwargs)
+        return None if listener is None else listener.enter(self._layer, *self._ordered(args, kwargs))
 
 
 class LeaveHook(Hook):
@@ -144,7 +150,7 @@ class LeaveHook(Hook):
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
             raise compiled_pass()
         listener = self._hooks.listener
-        return None if listener is None else listener.leave(self._layer, args, kwargs, output)
+        return None if listener is None else listener.leave(self._layer, *self._ordered(args, kwargs), output)
 
 
 def _refuse_stray(

@@ -40,35 +40,44 @@ class Place(NamedTuple):
 
 class Layout:
     """What probes have found out about the tensors at each place. `strays`: parameters that the last two passes used outside
-    their module's forward. `given_up`: modules with operations that cannot be tapped."""
+    their module's forward. `swapped`: modules that ran with other tensors in the place of their parameters. `given_up`:
+    modules with operations that cannot be tapped. `reordered`: modules that were called on
+    rows that the data chose or put in order."""
 
     def __init__(self) -> None:
         self._passes: list[dict[Place, Shapes]] = []
         self._sizes: list[int] = []
+        self._dependent: set[Place] = set()
         self._dims: dict[Place, Dims] = {}
         self._rows: dict[Place, tuple[bool, ...]] = {}
         self.given_up: set[str] = set()
         self.strays: set[str] = set()
+        self.swapped: set[str] = set()
+        self.reordered: set[str] = set()
 
     def forget(self) -> None:
         """Forget everything."""
         self.drop_passes()
         self._dims.clear()
         self._rows.clear()
+        self.reordered.clear()
+        self.swapped.clear()
 
     def drop_passes(self) -> None:
         """Forget the probe passes that have not been compared."""
         self._passes, self._sizes, self.given_up = [], [], set()
-        self.strays = set()
+        self.strays, self._dependent = set(), set()
 
     def begin_pass(self, size: int) -> None:
         """A probe pass on `size` records begins."""
         self._passes.append({})
         self._sizes.append(size)
 
-    def note(self, place: Place, shapes: Shapes) -> None:
-        """Record the shapes at a place in the current pass."""
+    def note(self, place: Place, shapes: Shapes, dependent: bool = False) -> None:
+        """Record the shapes at a place in the current pass, and whether any of its tensors depends on the records."""
         self._passes[-1][place] = shapes
+        if dependent:
+            self._dependent.add(place)
 
     def give_up(self, name: str) -> None:
         """Record that an operation of this module cannot be tapped."""
@@ -77,6 +86,7 @@ class Layout:
     def compare_passes(self) -> set[str]:
         """Compare the two passes. Returns the modules whose operations differed between them, or were given up."""
         (one, other), sizes, given_up, strays = self._passes, tuple(self._sizes), self.given_up, self.strays
+        dependent = self._dependent
         self.drop_passes()
         self.strays, self.given_up = strays, given_up
         unstable = given_up | {place.name for place in one.keys() ^ other.keys() if place.side in OPERATION}
@@ -85,6 +95,8 @@ class Layout:
                 pairs = zip(one[place], other[place], strict=True)
                 self._dims[place] = tuple(_changed_dim(a, b, sizes) for a, b in pairs)
                 self._note_rows(place, (one[place], other[place]), sizes)
+                if place in dependent and all(dim is None for dim in self._dims[place]):
+                    unstable |= self._note_rows_without_dim(place, one[place])
             elif place.side in OPERATION:
                 unstable.add(place.name)
             known = self._dims.get(place, ())
@@ -110,6 +122,15 @@ class Layout:
             self._rows[place] = rows
         else:
             self._rows.pop(place, None)
+
+    def _note_rows_without_dim(self, place: Place, shapes: Shapes) -> set[str]:
+        """At a place whose tensors depend on the records, in no dimension that both passes tell, the first one holds rows:
+        the data decide on their number, or a record comes alone. Returns the module if this is an operation of it."""
+        rows = tuple(bool(shape) for shape in shapes)
+        if not any(rows):
+            return set()
+        self._dims[place], self._rows[place] = tuple(0 if some else None for some in rows), rows
+        return {place.name} if place.side in OPERATION else set()
 
     def without_records(self) -> set[str]:
         """The modules that were called at least once without an input that carries records."""
@@ -147,7 +168,8 @@ class Layout:
         known = self.known(place)
         if known is None or len(known) != len(shapes):
             by_size = dims_by_size(shapes, records)
-            return None if self._rows or all(dim is None for dim in by_size) else by_size
+            unlike = self._rows or self.reordered
+            return None if unlike or all(dim is None for dim in by_size) else by_size
         return None if self._has_rows(place) or not all(_apart(shapes, known, records)) else known
 
     def row_dims(self, place: Place, shapes: Shapes) -> Dims:
@@ -157,6 +179,17 @@ class Layout:
             return tuple(0 if shape else None for shape in shapes)
         pairs = zip(shapes, known, strict=True)
         return tuple(None if dim is None or not shape else dim if 0 <= dim < len(shape) else 0 for shape, dim in pairs)
+
+    def has_own_rows(self, place: Place, shapes: Shapes, dims: Dims, records: int) -> tuple[bool, ...]:
+        """Which tensors at a place, with rows along `dims`, have rows that are not the records. If no probe met the place,
+        a tensor with as many rows as there are records has them if no other tensor has others."""
+        sizes = [None if dim is None else shape[dim] for shape, dim in zip(shapes, dims, strict=True)]
+        if not self.was_probed(place, shapes):
+            every = all(size in (None, records) for size in sizes)
+            return tuple(size is not None and (every or size != records) for size in sizes)
+        known = self._has_rows(place) or [False] * len(shapes)
+        pairs = zip(sizes, known, strict=True)
+        return tuple(size is not None and (rows or size != records) for size, rows in pairs)
 
     def output_dims(self, place: Place, shapes: Shapes, records: int) -> Dims:
         """As `dims`, but with None for each tensor whose rows are not the records."""

@@ -13,7 +13,7 @@ from clipless.gradients.capture.frames import Frame
 from clipless.gradients.capture.layout import Place
 from clipless.gradients.capture.micro_batch import MicroBatch
 from clipless.gradients.capture.patterns import CallPattern
-from clipless.gradients.capture.rows import Located, is_single, rows_of_call, rows_of_operation, rows_of_results
+from clipless.gradients.capture.rows import Located, Rows, is_single, rows_of_call, rows_of_operation, rows_of_results
 from clipless.gradients.capture.traced import located_shapes, refuse_mixing
 from clipless.gradients.records import broken_records
 from clipless.gradients.trees import Shapes, plain_tensors
@@ -63,12 +63,13 @@ def _locate_rows(pattern: CallPattern, frame: Frame, shapes: Shapes, out_shapes:
     out_dims = pattern.layout.row_dims(frame.place.output(), out_shapes)
     if all(dim is None for dim in out_dims):
         out_dims = tuple(0 if shape else None for shape in out_shapes)
+    own = pattern.layout.has_own_rows(frame.place, shapes, frame.dims, records)
     try:
-        found = rows_of_call(frame.layer, frame.dims, shapes, out_dims, out_shapes, records)
+        found = rows_of_call(frame.layer, Rows(shapes, frame.dims, own), Rows(out_shapes, out_dims), records)
     except UnsupportedModule:
         pattern.forget()
         raise
-    frame.dims, frame.out_dims, frame.rows = found
+    frame.dims, frame.out_dims, frame.rows, frame.by_record = found
     frame.has_rows = True
 
 
@@ -90,12 +91,13 @@ def locate_operation(
     Raises if the probes did not meet the operation, or if it mixes records.
     """
     owner, layout, result = place.name, pattern.layout, place._replace(side="result")
-    if owner in pattern.routed:
+    known = layout.knows(place) and layout.knows(result)
+    if owner in pattern.routed or (pattern.has_rows and place.inside and not known):
         if is_single(operands):
             pattern.forget()
             raise messages.rows_together(owner)
         return rows_of_operation(operands, results)
-    if not (layout.knows(place) and layout.knows(result)):
+    if not known:
         pattern.forget()
         raise messages.left_the_model(owner)
     shapes, result_shapes = located_shapes(operands, results)

@@ -8,11 +8,12 @@ from torch import nn
 from clipless.errors import CliplessError, Misuse, UnsupportedModule
 from clipless.gradients.capture.layout import Place
 from clipless.gradients.records import written
-from clipless.gradients.trees import Shapes, hides_tensors, packed_in, shapes_of
+from clipless.gradients.trees import Shapes, hides_tensors, nested_in, packed_in, shapes_of
 
 
 def refuse_unfit_inputs(name: str, inputs: Any, records: int) -> None:
     """Raise if no input of the model has a row for each record, or if one is packed."""
+    refuse_nested(name, inputs)
     shapes = shapes_of(inputs)
     if shapes and not any(records in shape for shape in shapes):
         raise Misuse(
@@ -29,6 +30,23 @@ def refuse_packed(name: str, values: Any) -> None:
             f"module {name!r} is given or returns a packed sequence, in which the records have no dimension of their own. "
             "Hand the model padded sequences and their lengths, pack them in its forward, and give them to nn.RNN, nn.LSTM "
             "or nn.GRU alone."
+        )
+
+
+def refuse_nested(name: str, values: Any) -> None:
+    if nested_in(values):
+        raise UnsupportedModule(
+            f"module {name!r} is given or returns a nested tensor, which torch cannot divide by record. Pad it to one size "
+            "(x.to_padded_tensor(0.0)) and mask the padding, or give layers its values without the nesting (x.values(), a "
+            "row for each position): clipless finds the record of every row."
+        )
+
+
+def refuse_nested_batch(batch: Any) -> None:
+    if nested_in(batch):
+        raise UnsupportedModule(
+            "the batch holds a nested tensor, in which torch cannot choose single records, so nothing can be checked on "
+            "some of them. Pad in the collate function (torch.nn.utils.rnn.pad_sequence), and pass the lengths or a mask."
         )
 
 
@@ -103,6 +121,21 @@ def draws_at_random(name: str) -> CliplessError:
     return UnsupportedModule(
         f"module {name!r} has parameters of its own and draws random numbers (dropout) in its forward, so its per-sample "
         "gradients cannot be recomputed. Move the parameter into a small module of its own, or turn the randomness off."
+    )
+
+
+def swapped(name: str) -> CliplessError:
+    return UnsupportedModule(
+        f"module {name!r} runs with other tensors in place of its parameters (torch.func.functional_call), but did not in "
+        "the passes in which clipless found out how to handle it. Replace its parameters in every call, or in none."
+    )
+
+
+def fails_alone(name: str, error: Exception) -> CliplessError:
+    return UnsupportedModule(
+        f"module {name!r} has no layer rule, so it is run again for single records, and that fails with the "
+        f"{type(error).__name__} above. If its first run writes into an object that it is given, such as a cache, leave "
+        "that out (use_cache=False); otherwise let it take any number of records."
     )
 
 

@@ -32,13 +32,16 @@ class Layer:
     @property
     def live(self) -> tuple[nn.Parameter, ...]:
         """The objects that the module holds for `parameters` now: FSDP2 replaces sharded ones while they are gathered."""
-        return tuple(map(self._found, self.own)) if self.sharded else self.parameters
+        if not self.sharded:
+            return self.parameters
+        found = [parameter for path in self.own if (parameter := self.held(path)) is not None]
+        assert len(found) == len(self.own)
+        return tuple(found)
 
-    def _found(self, path: str) -> nn.Parameter:
+    def held(self, path: str) -> nn.Parameter | None:
+        """What is now in the place of a parameter, by its path in the module."""
         holder, _, local = path.rpartition(".")
-        found = self.module.get_submodule(holder)._parameters[local]
-        assert found is not None
-        return found
+        return self.module.get_submodule(holder)._parameters[local]
 
 
 class ModelMap:

@@ -18,8 +18,10 @@ class CallPattern:
     cannot be traced, it is recomputed as a whole, record by record.
 
     `square`: so far every input had as many positions as records. `multiples`: some tensors have records and positions in
-    one dimension, so probes also accept a multiple of the number of records as its size. `routed` modules are handled
-    operation by operation although the data decide which operations run; seeds identify the records of their rows.
+    one dimension, so probes also accept a multiple of the number of records as its size. `has_rows`: modules with
+    parameters are called on rows that are not the records, or that the data put in order, so seeds go through every pass.
+    `routed` modules are handled operation by operation although the data decide which operations run; seeds identify the
+    records of their rows.
     `strays` are parameters that are used outside their module's forward; everywhere else traced tensors replace them.
 
     `unchecked` until seeds have confirmed, on more than one record, what the probes found.
@@ -42,6 +44,7 @@ class CallPattern:
         self.single_input: tuple[int, bool, int] | None = None
         self._as_a_whole: set[str] = set()
         self.multiples = False
+        self.has_rows = False
         self._rules = rules
         self._trouble: Exception | None = None
 
@@ -60,6 +63,8 @@ class CallPattern:
         try:
             for reading in readings:
                 if self._learn(partial(run, reading), sizes, multiples):
+                    self.by_operation -= self._unmet()
+                    self.has_rows = not self._with_rows().isdisjoint(self._rules)
                     self.reading, self.learned = reading, True
                     break
         finally:
@@ -83,7 +88,7 @@ class CallPattern:
         self._as_a_whole.clear()
         self.routed.clear()
         self.strays.clear()
-        self.multiples = False
+        self.multiples = self.has_rows = False
         self.single_tensors.clear()
         self.layout.forget()
 
@@ -100,8 +105,9 @@ class CallPattern:
         for _ in range(8):
             self.by_operation |= without_rule - self._as_a_whole
             unstable = self._unstable(probe, sizes)
-            if unstable is not None and not self.layout.strays <= self.strays:
+            if not (self.layout.strays <= self.strays and self.layout.swapped <= self.by_operation):
                 self.strays |= self.layout.strays
+                self.by_operation |= self.layout.swapped
                 continue
             with_rows = self.layout.modules_with_rows() & without_rule
             if unstable is not None and self.layout.has_rows and self.by_operation and not self.multiples:
@@ -135,6 +141,13 @@ class CallPattern:
             self._trouble = trouble
             return None
         return self.layout.compare_passes()
+
+    def _with_rows(self) -> set[str]:
+        return self.layout.modules_with_rows() | self.layout.reordered
+
+    def _unmet(self) -> set[str]:
+        """Modules without a rule that no probe met, such as an expert that got no records: taken as a whole."""
+        return {name for name in self._rules if not self.layout.knows(Place(name, 1))}
 
     def _without_records(self) -> set[str]:
         return (self.layout.without_records() & self._rules.keys()) - self._as_a_whole

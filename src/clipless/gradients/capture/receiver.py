@@ -25,6 +25,8 @@ from clipless.gradients.checks.trial import Trial
 from clipless.gradients.forms import Form, Routed, by_record
 from clipless.gradients.layers import Use
 from clipless.gradients.layers.rule import at_least_float32
+from clipless.gradients.records import TROUBLES
+from clipless.gradients.recurrent.sequences import by_sequence
 from clipless.gradients.trees import Dims
 from clipless.torch_internals import current_graph_task, execution_engine
 
@@ -118,8 +120,8 @@ class Receiver:
         micro = self._current(call)
         if micro.records == 0:
             return
-        wanted = self._check_gradients(micro, call, grads)
         args, kwargs, saved = (tensors, {}, None) if call.spec is None else call.unflatten(tensors)
+        wanted = self._check_gradients(micro, call, by_sequence(args, grads) if call.layer.is_recurrent else grads)
         if not wanted and saved is None:
             return
         if self.trial is not None and saved is not None:
@@ -131,7 +133,11 @@ class Receiver:
         use = Use(call.layer.module, first, args, kwargs, call.dims, call.out_dims, tuple(call.wanted), records, saved)
         listener, self._hooks.listener = self._hooks.listener, None
         try:
-            forms = rows_rule(call, use, grads, micro.records) if call.rows and wanted else call.layer.rule(use, grads)
+            forms = rows_rule(call, use, grads, micro.records) if call.rows else call.layer.rule(use, grads)
+        except TROUBLES as trouble:
+            if isinstance(trouble, CliplessError) or not call.layer.is_generic:
+                raise
+            raise messages.fails_alone(call.owner, trouble) from trouble
         finally:
             self._hooks.listener = listener
         named: list[tuple[str, Form | Routed]] = []

@@ -168,6 +168,8 @@ class Recorder:
         forward_pass = self._self_check.begin(layer.module, layer.name, inputs, micro, pattern.reading, pattern.square)
         current.forward_pass, current.anchor = forward_pass, forward_pass.anchor
         micro.anchors.append(forward_pass.anchor)
+        if micro.records and pattern.has_rows:
+            current.route(micro)  # though by chance every module may get as many rows as there are records
         return changed
 
     def _probing(self, layer: Layer, inputs: tuple[Any, Any], records: int) -> AbstractContextManager[object]:
@@ -194,7 +196,7 @@ class Recorder:
         of a checked pass."""
         current = self._current
         forward_pass, current.forward_pass, current.anchor = current.forward_pass, None, self.spare_anchor
-        self._watch.refuse_pass(micro.records)
+        self._watch.refuse_pass(micro.records, None if _recomputing() else current.calls)
         checked = forward_pass is not None and micro.records > 0 and self._self_check.wanted(forward_pass, micro)
         if self._shards is not None and not self._shards.whole and not _recomputing():
             self._shards.gather_if(checked)
@@ -216,7 +218,11 @@ class Recorder:
         records, pattern = 0 if micro is None else micro.records, self._current.pattern
         if layer.sharded and any(hasattr(parameter, "device_mesh") for parameter in layer.live):
             raise messages.still_divided(layer.name)
-        if records and layer.name in pattern.by_operation:
+        by_operation = layer.name in pattern.by_operation
+        for held in layer.module._parameters.values():
+            if held.__class__ is not nn.Parameter and not by_operation and frame.is_swapped:
+                raise messages.swapped(layer.name)
+        if records and by_operation:
             self._note(frame.place, ())
             frame.trace_parameters(self._operations)
             return
@@ -291,7 +297,7 @@ class Recorder:
         else:
             call.flatten(args, kwargs, saved)
         if frame.rows:
-            call.rows = frame.rows
+            call.rows, call.by_record = frame.rows, frame.by_record
         elif frame.unsure:
             call.unsure, call.shapes = True, shapes_of((args, kwargs))
             call.learn = partial(self._current.pattern.layout.learn, frame.place)

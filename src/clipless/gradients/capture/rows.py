@@ -6,16 +6,35 @@ added up by record.
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from clipless.errors import UnsupportedModule
+from clipless.gradients.capture import messages
 from clipless.gradients.capture.calls import Call
 from clipless.gradients.capture.model_map import Layer
 from clipless.gradients.forms import Form, Routed
 from clipless.gradients.layers import Use
-from clipless.gradients.layers.generic import generic_rows
+from clipless.gradients.layers.batching import batch_dims, is_packed, is_unbatched
+from clipless.gradients.layers.generic import generic_rows, gradients_together
 from clipless.gradients.records import written
 from clipless.gradients.trees import Dims, Shapes
+
+# By how much the sum of the rows' gradients may differ from the gradient of the whole, relative to their norms.
+ROWS_TOLERANCE = 1e-3
+
+
+class Rows(NamedTuple):
+    """The shapes of some tensors, the dimension along which each has rows, and whether these are not the records."""
+
+    shapes: Shapes
+    dims: Dims
+    own: tuple[bool, ...] = ()
+
+    def sizes(self, some: tuple[bool, ...] | None = None) -> set[int]:
+        """The numbers of rows of the tensors, or of some of them."""
+        every = zip(self.shapes, self.dims, some or [True] * len(self.dims), strict=True)
+        return {shape[dim] for shape, dim, wanted in every if wanted and dim is not None}
 
 
 class Located(NamedTuple):
@@ -27,29 +46,58 @@ class Located(NamedTuple):
     rows: int = 0
 
 
-def rows_of_call(
-    layer: Layer, dims: Dims, shapes: Shapes, out_dims: Dims, out_shapes: Shapes, records: int
-) -> tuple[Dims, Dims, int]:
-    """Where the rows of a call lie in its inputs and outputs, and their number; raises if the numbers disagree.
+class LocatedCall(NamedTuple):
+    """Where the rows lie in the inputs and outputs of a call, and their number. `by_record`: which inputs have a slice for
+    each record along their dimension, and not for each row. A tensor without a dimension belongs to all rows."""
 
-    A call on an unbatched input is a single row.
+    dims: Dims
+    out_dims: Dims
+    rows: int
+    by_record: tuple[bool, ...] = ()
+
+
+def rows_of_call(layer: Layer, inputs: Rows, outputs: Rows, records: int) -> LocatedCall:
+    """Where the rows of a call lie, by what its layer reads as the batch; in a module without a rule by what probes found.
+
+    Raises if the numbers disagree. A call on an unbatched input is a single row.
     """
-    bags = isinstance(layer.module, nn.EmbeddingBag)
-    if not layer.is_generic and not bags and shapes and _unbatched(layer.module, len(shapes[0])):
-        return tuple(None for _ in dims), tuple(None for _ in out_dims), 1
-    if bags and len(shapes[0]) == 1 and len(shapes) > 1:
-        return tuple(None for _ in dims), (0,), out_shapes[0][0]  # bags by offsets: a row for each of them
-    sizes = {shape[dim] for shape, dim in zip(out_shapes, out_dims, strict=True) if dim is not None}
-    given = {shape[dim] for shape, dim in zip(shapes, dims, strict=True) if dim is not None}
-    if layer.is_generic and sizes == {records}:
-        sizes = given - sizes
-    if len(sizes) != 1 or None in out_dims or not given <= (sizes | {records} if layer.is_generic else sizes):
-        got, gave = (", ".join(written(shape, records) for shape in every) for every in (shapes, out_shapes))
+    if layer.is_generic:
+        found = _rows_without_rule(inputs, outputs, records)
+    else:
+        found = _rows_of_layer(layer.module, inputs, outputs)
+    if found is None:
+        got, gave = (", ".join(written(shape, records) for shape in every.shapes) for every in (inputs, outputs))
         raise UnsupportedModule(
             f"module {layer.name!r} turns ({got}) into ({gave}) for a batch of B records, and it is unknown which of its "
             "rows belong to which record. Give it one row per record, in the first dimension."
         )
-    return dims, out_dims, sizes.pop()
+    return found
+
+
+def _rows_without_rule(inputs: Rows, outputs: Rows, records: int) -> LocatedCall | None:
+    sizes, given = outputs.sizes(), inputs.sizes(inputs.own)
+    if len(sizes) != 1 or None in outputs.dims or not (given <= sizes or records == 1):
+        return None
+    dims = inputs.dims if records > 1 else tuple(None for _ in inputs.dims)  # all of it is one record's
+    return LocatedCall(dims, outputs.dims, sizes.pop(), tuple(not own for own in inputs.own))
+
+
+def _rows_of_layer(module: nn.Module, inputs: Rows, outputs: Rows) -> LocatedCall | None:
+    shapes, out_shapes = inputs.shapes, outputs.shapes
+    ranks, out_ranks = tuple(map(len, shapes)), tuple(map(len, out_shapes))
+    if isinstance(module, nn.EmbeddingBag):
+        if len(shapes[0]) == 1 and len(shapes) > 1:  # bags by offsets: a row for each of them
+            return LocatedCall(tuple(None for _ in shapes), (0,), out_shapes[0][0])
+    elif shapes and is_unbatched(module, ranks):
+        return LocatedCall(tuple(None for _ in shapes), tuple(None for _ in out_shapes), 1)
+    dims, out_dims = inputs.dims, outputs.dims
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        packed = is_packed(module, ranks)
+        dims, out_dims = (batch_dims(module, every, packed) for every in (ranks, out_ranks))
+    sizes = Rows(out_shapes, out_dims).sizes()
+    if len(sizes) != 1 or None in out_dims or not Rows(shapes, dims).sizes() <= sizes:
+        return None
+    return LocatedCall(dims, out_dims, sizes.pop())
 
 
 def rows_of_results(owner: str, dims: Dims, shapes: Shapes, out_dims: Dims, out_shapes: Shapes, records: int) -> int:
@@ -63,15 +111,6 @@ def rows_of_results(owner: str, dims: Dims, shapes: Shapes, out_dims: Dims, out_
             "unknown which of its rows belong to which record. Keep one row per record, in the first dimension."
         )
     return sizes.pop() if sizes else 0
-
-
-def _unbatched(module: nn.Module, rank: int) -> bool:
-    """Whether an input of this rank is a single record for the layer."""
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return rank == 1 + len(module.kernel_size)
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        return rank == len(module.normalized_shape)
-    return rank == (0 if isinstance(module, nn.Embedding) else 1)
 
 
 def rows_of_operation(operands: list[Any], results: list[Tensor]) -> Located:
@@ -95,12 +134,29 @@ def is_single(operands: list[Any]) -> bool:
 
 
 def rows_rule(call: Call, use: Use, grads: tuple[Tensor, ...], records: int) -> dict[str, Form | Routed]:
-    """The forms of a call whose rows are not the records."""
-    assert call.record is not None
+    """The forms of a call whose rows are not the records; by row if it is not known yet whose these are."""
+    record = call.record
     if call.layer.is_generic:
-        return dict(generic_rows(use, grads, call.record, records))
+        assert record is not None
+        forms = generic_rows(use, grads, record, records, call.by_record or tuple(False for _ in use.dims))
+        together = gradients_together(use, grads)
+        for path, form in forms.items():
+            refuse_rows_together(call.owner, form.per_record(), together[path])
+        return dict(forms)
     if call.out_dims[0] is None:
-        one = use.input.unsqueeze(0)
-        use = use._replace(input=one, args=(one,), kwargs={}, dims=(0,), out_dims=(0,))
+        use = use.batched_by_one(tuple(grad.dim() for grad in grads))
         grads = tuple(grad.unsqueeze(0) for grad in grads)
-    return {name: Routed(form, call.record, records) for name, form in call.layer.rule(use, grads).items()}
+    forms = call.layer.rule(use, grads)
+    return {name: form if record is None else Routed(form, record, records) for name, form in forms.items()}
+
+
+def refuse_rows_together(owner: str, found: Tensor, together: Tensor | None) -> None:
+    """Raise if the gradients found for single rows or records do not add up to that of all of them together, so that they
+    were not computed from these rows alone."""
+    apart = found.sum(0) if together is None else found.sum(0) - together
+    if _length(apart) > ROWS_TOLERANCE * max(_length(found), 0.0 if together is None else _length(together)):
+        raise messages.rows_together(owner)
+
+
+def _length(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

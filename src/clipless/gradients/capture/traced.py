@@ -40,12 +40,12 @@ class Traced(Tensor):
     value: Tensor
     roots: tuple[Root, ...]
     operations: Operations
-    parameter: nn.Parameter  # only where it replaces one
+    parameter: nn.Parameter | None  # that it replaces, if it does
 
     @staticmethod
     def of(value: Tensor, roots: tuple[Root, ...], operations: Operations) -> "Traced":
         traced = Tensor._make_subclass(Traced, value.detach())
-        traced.value, traced.roots, traced.operations = value, roots, operations
+        traced.value, traced.roots, traced.operations, traced.parameter = value, roots, operations, None
         return traced
 
     @classmethod
@@ -56,7 +56,7 @@ class Traced(Tensor):
         if func is nn.functional.scaled_dot_product_attention and (*args[4:5], kwargs.get("dropout_p", 0.0))[0]:
             return attention_with_dropout(*args, **kwargs)
         if func in _CASTS and isinstance(args[0], Traced):
-            args, kwargs = _cast(args, kwargs)
+            func, args, kwargs = _cast(func, args, kwargs)
         if func in _REPEATS and isinstance(args[0], Traced):
             return _repeat(*args, **kwargs)
         if torch.is_grad_enabled() and _in_place(func, kwargs):
@@ -75,13 +75,14 @@ def root(name: str, owner: str, parameter: nn.Parameter, operations: Operations)
 _CASTS = {Tensor.to, Tensor.type_as}
 
 
-def _cast(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of `to(x)` or `type_as(x)` with x's device and type in place of x, whose records do not matter."""
-    looks = [x for x in args[1:] if isinstance(x, Tensor)]
+def _cast(func: Function, args: Any, kwargs: Any) -> tuple[Function, Any, Any]:
+    """`to(x)` or `type_as(x)` as `to` with x's device and type in place of x, whose records do not matter."""
+    named = {name: value for name, value in kwargs.items() if not isinstance(value, Tensor)}
+    looks = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, Tensor)]
     if not looks:
-        return args, kwargs
+        return func, args, kwargs
     rest = tuple(x for x in args[1:] if not isinstance(x, Tensor))
-    return (args[0], looks[0].device, looks[0].dtype, *rest), kwargs
+    return Tensor.to, (args[0], looks[0].device, looks[0].dtype, *rest), named
 
 
 _REPEATS = {Tensor.repeat, Tensor.tile, torch.tile}

@@ -32,13 +32,13 @@ class TransformsSeen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if transformed():
             for leaf in pytree.tree_leaves((args, kwargs)):
-                inner = _unwrapped(leaf) if isinstance(leaf, Tensor) else None
+                inner = unwrapped(leaf) if isinstance(leaf, Tensor) else None
                 if isinstance(inner, Traced):
                     self._found(inner)
         return func(*args, **(kwargs or {}))
 
 
-def _unwrapped(tensor: Tensor) -> Tensor:
+def unwrapped(tensor: Tensor) -> Tensor:
     with DisableTorchFunctionSubclass(), DisableTorchFunction():
         while is_functorch_wrapped_tensor(tensor):
             tensor = get_unwrapped(tensor)

@@ -1,16 +1,18 @@
 """Refuses what a batch writes into the model (parameters, buffers, tensors kept as attributes), since it has no noise."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from clipless.errors import Misuse, UnsupportedModule
+from clipless.gradients.capture.counters import CallCounters
 from clipless.gradients.capture.wrappers import QUALIFIED, WRAPPERS, paused_too_late, refuse_sharded_later, wrapped_by
 from clipless.gradients.layers.rule import reweighted
-from clipless.torch_internals import SpectralNorm, active_wrapper
+from clipless.gradients.moving_buffers import power_iteration_buffers
+from clipless.torch_internals import active_wrapper
 
 _VERSION = attrgetter("_version")
 
@@ -19,9 +21,10 @@ def watched_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tenso
     """All buffers but those of spectral norm, whose power iteration depends on the weights alone."""
     found = {}
     for path, module in modules:
-        if module._buffers and not isinstance(module, SpectralNorm):
+        if module._buffers:
+            moved = power_iteration_buffers(module)
             for name, buffer in module._buffers.items():
-                if buffer is not None:
+                if buffer is not None and name not in moved:
                     found[f"{path}.{name}" if path else name] = buffer
     return found
 
@@ -41,6 +44,7 @@ class StateWatch:
         self._versions: list[int] = []
         self._values: dict[str, Tensor] = {}
         self._attributes: dict[tuple[str, str], Tensor] = {}
+        self.counters = CallCounters(self._modules)
         self.is_open = False
 
     def open(self, closely: bool) -> None:
@@ -55,20 +59,29 @@ class StateWatch:
         self._versions = list(map(_VERSION, self._tensors.values()))
         self._values = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if closely else {}
         self._attributes = {where: tensor.detach().clone() for where, tensor in self._own()} if closely else {}
+        self.counters.open()
         self.is_open = True
 
     def close(self) -> None:
         """The batch is over: writes are allowed again."""
         self._tensors, self._versions, self._values, self._attributes, self.is_open = {}, [], {}, {}, False
+        self.counters.close()
 
-    def refuse_pass(self, records: int) -> None:
-        """Raise if a forward pass has written into the model."""
+    def refuse_pass(self, records: int, calls: Mapping[str, int] | None = None) -> None:
+        """Raise if a forward pass has written into the model, except for counters of `calls`: how often each module was
+        called in it, by name, where that is known."""
+        self.counters.after_pass(calls)
+        self.refuse_writes(records)
+
+    def refuse_writes(self, records: int) -> None:
+        """Raise if anything was written into the model that is not put back, counters included."""
         name = self._changed()
         if name is not None:
             self._put_back()
             raise UnsupportedModule(
                 f"{self._kind(name)} {name!r} changes during a training forward pass, which would store the records without "
-                "noise. Turn off what tracks statistics or sets weights from data there, or put that module in eval mode."
+                "noise. Turn off what tracks statistics or sets weights from data there, or put that module in eval mode; "
+                "a counter must add exactly one in every call of its module."
             )
         if self._attributes:
             self._refuse_attributes(records)
@@ -86,14 +99,15 @@ class StateWatch:
     def _changed(self) -> str | None:
         """The name of the first parameter or buffer that has changed, if any."""
         tensors = self._tensors
-        for name, buffer in watched_buffers(self._modules).items():
-            if tensors.get(name) is not buffer:
-                return name
+        written = [name for name, buffer in watched_buffers(self._modules).items() if tensors.get(name) is not buffer]
         if list(map(_VERSION, tensors.values())) != self._versions:
             pairs = zip(tensors.items(), self._versions, strict=True)
-            return next(name for (name, tensor), version in pairs if tensor._version != version)
+            written += [name for (name, tensor), version in pairs if tensor._version != version]
+        for name in written:
+            if not self.counters.accounts_for(name):
+                return name
         for name, value in self._values.items():
-            if not _equal(tensors[name].detach(), value):
+            if not _equal(tensors[name].detach(), value) and not self.counters.accounts_for(name):
                 return name
         return None
 

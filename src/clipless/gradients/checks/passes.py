@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipless.gradients.moving_buffers import SavedBuffer, buffers_kept, restore, saved_buffers
 from clipless.gradients.records import Reading
 from clipless.gradients.trees import Dims
 from clipless.random_state import Generator, RandomState, random_state_of, random_state_restored
-from clipless.torch_internals import SpectralNorm, pytree
+from clipless.torch_internals import pytree
 
 
 @dataclass(frozen=True)
 class Rerun:
     """A module with copies of its inputs, the modes of all its parts, and the random state and autocast of the moment.
 
-    `iterates` are buffers that every pass moves on, without a look at the records, and what was in them.
+    `moving` are buffers that passes may move on, and what was in them.
     """
 
     module: nn.Module
@@ -29,7 +30,7 @@ class Rerun:
     random_state: RandomState
     generators: Sequence[Generator]
     autocast: tuple[str, bool, torch.dtype]
-    iterates: list[tuple[Tensor, Tensor]]
+    moving: list[SavedBuffer]
 
     @staticmethod
     def of(module: nn.Module, inputs: tuple[Any, Any], generators: Sequence[Generator]) -> "Rerun":
@@ -42,7 +43,7 @@ class Rerun:
             random_state_of(devices, generators),
             generators,
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-            [(buffer, buffer.clone()) for buffer in spectral_buffers(module)],
+            saved_buffers(module.modules()),
         )
 
     def __call__(
@@ -58,7 +59,7 @@ class Rerun:
         with (
             warnings.catch_warnings(action="ignore"),
             random_state_restored(self.random_state, self.generators),
-            _contents(self.iterates),
+            _as_before(self.moving),
             _modes([(part, mode and not evaluate) for part, mode in self.modes]),
             # Weights cast without a graph must not be kept for a later pass that needs one, as torch 2.10 would.
             torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=torch.is_grad_enabled()),
@@ -111,26 +112,15 @@ class ForwardPass:
     averaged: bool = False
 
 
-def spectral_buffers(model: nn.Module) -> list[Tensor]:
-    """The buffers of spectral norm, which every training pass moves on without a look at the records."""
-    norms = [module for module in model.modules() if isinstance(module, SpectralNorm)]
-    return [buffer for norm in norms for buffer in norm._buffers.values() if buffer is not None]
-
-
 def _copied(inputs: tuple[Any, Any]) -> tuple[Any, Any]:
     return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, inputs)
 
 
 @contextmanager
-def _contents(values: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    now = [(buffer, buffer.clone()) for buffer, _ in values]
-    for buffer, value in values:
-        buffer.copy_(value)
-    try:
+def _as_before(saved: list[SavedBuffer]) -> Iterator[None]:
+    with buffers_kept({buffer.owner: None for buffer in saved}):
+        restore(saved)
         yield
-    finally:
-        for buffer, value in now:
-            buffer.copy_(value)
 
 
 @contextmanager

@@ -41,41 +41,54 @@ def generic(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Form]:
     return {name: Instantiated(at_least_float32(value)) for name, value in per_record.items()}
 
 
-def generic_rows(use: Use, grads: tuple[Tensor, ...], record: Tensor, records: int) -> dict[str, Form]:
+def generic_rows(
+    use: Use, grads: tuple[Tensor, ...], record: Tensor, records: int, by_record: tuple[bool, ...]
+) -> dict[str, Form]:
     """As `generic`, for a module whose rows are not the records: it is run on all rows of one record at a time.
 
-    `record` [n] has the record of each of the `use.records` rows. Tensors with one row per record are split by record.
+    `record` [n] has the record of each of the `use.records` rows. Inputs that are `by_record` are split by record.
     """
     leaves, spec = pytree.tree_flatten((use.args, dict(use.kwargs)))
-    own = {path: use.module.get_parameter(path) for path in use.wanted}
-    parameters = {path: parameter.detach() for path, parameter in own.items()}
-    found: dict[str, Tensor] = {path: at_least_float32(p.new_zeros(records, *p.shape)) for path, p in own.items()}
+    parameters = {path: use.module.get_parameter(path).detach() for path in use.wanted}
+    found: dict[str, Tensor] = {
+        path: at_least_float32(p.new_zeros(records, *p.shape)) for path, p in parameters.items()
+    }
     for b in range(records):
         rows = (record == b).nonzero().flatten()
-
-        def take(tensor: Tensor, dim: int | None, rows: Tensor = rows, b: int = b) -> Tensor:
-            if dim is None:
-                return tensor
-            return tensor.index_select(dim, rows) if tensor.shape[dim] == use.records else tensor.narrow(dim, b, 1)
-
-        dims = iter(use.dims)
-        args, kwargs = pytree.tree_unflatten(
-            [take(leaf, next(dims)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-        )
-        cotangents = [take(grad, 0) for grad in grads]
-
-        def pull_back(
-            parameters: dict[str, Tensor], args: Any = args, kwargs: Any = kwargs, to: Any = cotangents
-        ) -> Tensor:
-            with ReplacedParameters({id(own[path]): value for path, value in parameters.items()}):
-                outputs = differentiable(functional_call(use.module, parameters, args, kwargs))
-            moved = [out.movedim(dim or 0, 0) for out, dim in zip(outputs, use.out_dims, strict=True)]
-            return torch.stack([(row * cotangent).sum() for row, cotangent in zip(moved, to, strict=True)]).sum()
-
-        if len(rows):
-            for path, value in grad(pull_back)(parameters).items():
-                found[path][b] = value
+        if len(rows) == 0:
+            continue
+        where = zip(use.dims, by_record, strict=True)
+        some = [_taken(leaf, *next(where), rows, b) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        cotangents = [grad.index_select(0, rows) for grad in grads]
+        for path, value in _gradients(use, parameters, pytree.tree_unflatten(some, spec), cotangents).items():
+            found[path][b] = value
     return {path: Instantiated(value) for path, value in found.items()}
+
+
+def gradients_together(use: Use, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The gradients of the parameters for all rows together."""
+    parameters = {path: use.module.get_parameter(path).detach() for path in use.wanted}
+    return _gradients(use, parameters, (use.args, dict(use.kwargs)), list(grads))
+
+
+def _taken(tensor: Tensor, dim: int | None, whole: bool, rows: Tensor, record: int) -> Tensor:
+    """A record's slice of a tensor, or its rows."""
+    if dim is None:
+        return tensor
+    return tensor.narrow(dim, record, 1) if whole else tensor.index_select(dim, rows)
+
+
+def _gradients(use: Use, parameters: dict[str, Tensor], inputs: Any, cotangents: list[Tensor]) -> dict[str, Tensor]:
+    own = {id(use.module.get_parameter(path)): path for path in parameters}
+
+    def pull_back(parameters: dict[str, Tensor]) -> Tensor:
+        args, kwargs = inputs
+        with ReplacedParameters({number: parameters[path] for number, path in own.items()}):
+            outputs = differentiable(functional_call(use.module, parameters, args, kwargs))
+        moved = [out.movedim(dim or 0, 0) for out, dim in zip(outputs, use.out_dims, strict=True)]
+        return torch.stack([(row * cotangent).sum() for row, cotangent in zip(moved, cotangents, strict=True)]).sum()
+
+    return grad(pull_back)(parameters)
 
 
 class ReplacedParameters(TorchFunctionMode):

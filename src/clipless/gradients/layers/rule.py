@@ -10,8 +10,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from clipless.errors import UnsupportedModule
 from clipless.gradients.forms import Form
+from clipless.gradients.layers.batching import batch_dims
 from clipless.gradients.trees import Dims, plain_tensors
-from clipless.torch_internals import pytree
+from clipless.torch_internals import OldSpectralNorm, pytree
 
 
 class Use(NamedTuple):
@@ -50,6 +51,20 @@ class Use(NamedTuple):
         )
         return inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
 
+    def batched_by_one(self, out_ranks: tuple[int, ...]) -> "Use":
+        """The same use with a batch dimension of one record in every tensor, for a layer that was called on one record
+        without. `out_ranks` are the numbers of dimensions of its outputs, without that one."""
+        leaves, spec = pytree.tree_flatten((self.args, dict(self.kwargs)))
+        ranks = tuple(leaf.dim() + 1 for leaf in leaves if isinstance(leaf, Tensor))
+        dims = batch_dims(self.module, ranks)
+        left = iter(dims)
+        leaves = [leaf.unsqueeze(next(left) or 0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        out_dims = batch_dims(self.module, tuple(rank + 1 for rank in out_ranks))
+        return self._replace(
+            input=self.input.unsqueeze(0), args=args, kwargs=kwargs, dims=dims, out_dims=out_dims, records=1
+        )
+
     def batched(self, rank: int = 0) -> Tensor:
         """The input of a layer whose batch is dimension 0.
 
@@ -63,6 +78,17 @@ class Use(NamedTuple):
                 "of its input."
             )
         return self.input
+
+
+def positional(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `forward` is called with, by position as far as possible and so in one order, however the caller wrote it."""
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError:
+        return args, kwargs  # the module will refuse that itself
+    return bound.args, bound.kwargs
 
 
 LayerRule = Callable[[Use, tuple[Tensor, ...]], dict[str, Form]]
@@ -108,9 +134,10 @@ def parametrized(module: nn.Module) -> bool:
 
 
 def reweighted(module: nn.Module, weight: str | None = None) -> bool:
-    """Whether a hook of old-style weight norm computes this weight, or any, of the module before each call."""
+    """Whether a hook of old-style weight norm or spectral norm computes this weight, or any, of the module before each
+    call."""
     hooks = module._forward_pre_hooks.values()
-    return any(isinstance(hook, WeightNorm) and weight in (None, hook.name) for hook in hooks)
+    return any(isinstance(hook, WeightNorm | OldSpectralNorm) and weight in (None, hook.name) for hook in hooks)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

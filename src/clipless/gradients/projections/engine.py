@@ -122,7 +122,9 @@ class ProjectionEngine:
         self._number += 1
         due = self._schedule.due(records)
         self._part, self._inside, self._hooks.empty = Part(records, due=due), [], records == 0
-        if not self._watch.is_open:
+        if self._watch.is_open:
+            self._watch.counters.rewind()
+        else:
             self._watch.open(closely=due)
 
     def silenced(self) -> AbstractContextManager[None]:
@@ -143,6 +145,7 @@ class ProjectionEngine:
         for whole in self._functions:
             with self._hooks.silenced():
                 whole.refuse(self.parameters, self.parameters)
+        self._watch.counters.count()
         return len(self._functions)
 
     def complete(self) -> dict[str, Tensor]:

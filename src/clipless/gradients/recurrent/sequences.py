@@ -3,10 +3,13 @@
 Index legend: t position, b record, d feature.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 @dataclass(frozen=True)
@@ -38,3 +41,15 @@ class Sequences:
         assert self.batch_sizes is not None
         counts = self.batch_sizes.to(data.device)
         return torch.arange(int(self.batch_sizes[0]), device=data.device) < counts.unsqueeze(1)  # [t,b]
+
+
+def by_sequence(args: Sequence[Any], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The gradients of the outputs of a layer that was called with `args`, with a row for each sequence, in the order in
+    which these were given to be packed: that of packed outputs as [b,t,d]."""
+    source = args[0] if args else None
+    if not isinstance(source, PackedSequence):
+        return grads
+    timed = Sequences(False, source.batch_sizes).timed(grads[0])  # [t,b,d]
+    order = source.unsorted_indices
+    rows = (timed if order is None else timed.index_select(1, order)).transpose(0, 1)
+    return rows, *grads[1:]
