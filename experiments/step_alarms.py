@@ -81,7 +81,7 @@ SETTINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def outcome(case: zoo.Case, setting: str, form: Form) -> str:
-    """"trains", "unbuilt" if the case cannot be built in this setting, or why it is refused."""
+    """ "trains", "unbuilt" if the case cannot be built in this setting, or why it is refused."""
     torch.manual_seed(0)
     try:
         model, batch = SETTINGS[setting](case.make()), (case.inputs(), torch.arange(case.records))

@@ -124,7 +124,7 @@ def test_records_that_are_made_to_be_rounded_otherwise_move_it_no_further(kind: 
     whole = summed(kind, parts)
     parts[0][0] = 0
     moved = whole - summed(kind, parts)
-    assert 1 - RESERVE <= float(moved.min())
+    assert float(moved.min()) >= 1 - RESERVE
     assert float(moved.max()) <= 1 + RESERVE
 
 
