@@ -1,10 +1,10 @@
 """Attacks on what surrounds the model in a training loop: `python experiments/loop_attacks.py`, some minutes on one core.
 
-Every loop trains with real noise, with one record and without it (its losses are zero then), 120 times each. Half of the runs
-choose a direction in the space of the final weights, and a threshold; by these the other half is told apart. At the claimed
-epsilon the true positive rate minus the false positive rate is at most tanh(epsilon / 2). What clipless refuses is not
-attacked. Results go to experiments/results/loop_attacks.json, the table to docs/sharp_edges.md.
-"""
+Every loop trains with real noise, with one record and without it (its losses are zero then), 120 times each. Half of
+the runs choose a direction in the space of the final weights, and a threshold; by these the other half is told apart.
+At the claimed epsilon the true positive rate minus the false positive rate is at most tanh(epsilon / 2). What
+clipless refuses is not attacked. Results go to experiments/results/loop_attacks.json, the table to
+docs/sharp_edges.md."""
 
 import argparse
 import json

@@ -3,9 +3,9 @@
     python experiments/step_alarms.py                    all cases of the zoo, about half an hour
     python experiments/step_alarms.py --family "torch.nn"  one family, without writing anything
 
-Every case of the zoo (tests/model_zoo.py) is checked by both forms: as it is, with dropout, under autocast, and checkpointed
-where it can be. Writes experiments/results/step_alarms.json: a count for each family, and every case that only one form takes.
-"""
+Every case of the zoo (tests/model_zoo.py) is checked by both forms: as it is, with dropout, under autocast, and
+checkpointed where it can be. Writes experiments/results/step_alarms.json: a count for each family, and every case
+that only one form takes."""
 
 import argparse
 import json

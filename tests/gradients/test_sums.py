@@ -116,8 +116,9 @@ def test_a_record_that_is_left_out_moves_the_sum_by_itself(kind: str, split: str
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_records_that_are_made_to_be_rounded_otherwise_move_it_no_further(kind: str) -> None:
-    """With record 0 the sum stays above 1024 and without it below, where numbers are twice as exact: what is added in turn is
-    then rounded up in one and hardly at all in the other. In one block of float32 record 0 moved the sum by 1.024."""
+    """With record 0 the sum stays above 1024 and without it below, where numbers are twice as exact: what is added in
+    turn is then rounded up in one and hardly at all in the other. In one block of float32 record 0 moved the sum by
+    1.024."""
     first, rest = torch.ones(1025, 1), torch.tensor([0.5 + 2.0**-14 + 2.0**-20, -0.5]).repeat(400).view(800, 1)
     first[-1] = 0.25
     parts = [part.expand(-1, WIDTH).contiguous() for part in (first, *rest.split(1))]
@@ -154,8 +155,8 @@ def test_the_same_for_records_of_any_size(seed: int, sizes: list[int], same_sign
 def test_of_twenty_thousand_aligned_records_each_moves_the_sum_by_less_than_noise_is_made_for(
     kind: str, parts: int
 ) -> None:
-    """Clipped as in a run, and whether a record is replaced by nothing or missing, so that all others move up. With sums that
-    end in float32 a record moved them by 1.00019, and noise was made for 1."""
+    """Clipped as in a run, and whether a record is replaced by nothing or missing, so that all others move up. With
+    sums that end in float32 a record moved them by 1.00019, and noise was made for 1."""
     model, how = FORMS[kind](), clipless.auto_v(threshold=0.7)
     names = [name for name, _ in model.named_parameters()]
     threshold = how.start(1)
@@ -187,8 +188,8 @@ def test_of_twenty_thousand_aligned_records_each_moves_the_sum_by_less_than_nois
 
 
 def test_the_reserve_is_what_additions_in_float32_can_be_off_by() -> None:
-    """The bound as it is derived: rounding errors of 2^-24 of what has been added up so far, in a run of terms in any order, in
-    a chunk of runs, and in a block of chunks; twice, since all of them may differ between two sums."""
+    """The bound as it is derived: rounding errors of 2^-24 of what has been added up so far, in a run of terms in any
+    order, in a chunk of runs, and in a block of chunks; twice, since all of them may differ between two sums."""
     run = sum(range(1, RUN + 1))
     chunk = sum(RUN * k for k in range(1, TERMS // RUN + 1))
     assert TERMS == CHUNK

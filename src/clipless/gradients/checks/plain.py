@@ -35,8 +35,8 @@ def plain_gradients(
         with gradients_set_aside([*leaves_of(roots), *parameters.values()]):
             torch.autograd.backward(roots, arrived)
             found = [parameter.grad for parameter in parameters.values()]
-    grads: dict[str, Tensor | None] = dict(zip(parameters, found, strict=True))
-    return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items() if grad is not None}
+    named = zip(parameters, found, strict=True)
+    return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in named if grad is not None}
 
 
 def _own_rows_of_gradients(
