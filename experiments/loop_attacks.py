@@ -3,7 +3,7 @@
 Every loop trains with real noise, with one record and without it (its losses are zero then), 120 times each. Half of
 the runs choose a direction in the space of the final weights, and a threshold; by these the other half is told apart.
 At the claimed epsilon the true positive rate minus the false positive rate is at most tanh(epsilon / 2). What
-clipless refuses is not attacked. Results go to experiments/results/loop_attacks.json, the table to
+clipless refuses is not attacked. Results go to loop_attacks.json among the stored results, the table to
 docs/sharp_edges.md."""
 
 import argparse

@@ -4,7 +4,7 @@
     python experiments/step_alarms.py --family "torch.nn"  one family, without writing anything
 
 Every case of the zoo (tests/model_zoo.py) is checked by both forms: as it is, with dropout, under autocast, and
-checkpointed where it can be. Writes experiments/results/step_alarms.json: a count for each family, and every case
+checkpointed where it can be. Writes step_alarms.json among the stored results: a count for each family, and every case
 that only one form takes."""
 
 import argparse

@@ -227,7 +227,7 @@ import clipless
 def run(model=None, **settings):
     model = nn.Linear(4, 3) if model is None else model
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.TensorDataset(torch.ones(40, 4))
-    settings |= dict(noise_multiplier=1.0, delta=1e-5, batch_size=10, steps=5, accountant="gdp")
+    settings |= dict(noise_multiplier=1.0, delta=1e-5, batch_size=10, steps=5, accountant="gdp", loss_reduction="sum")
     return model, optimizer, clipless.make_private(model, optimizer, data, **settings)
 
 def step(model, optimizer, batch):

@@ -20,7 +20,7 @@ def walks() -> list[walk.Walk]:
 
 def test_a_steady_step_of_a_small_perceptron_is_a_short_walk(walks: list[walk.Walk]) -> None:
     taken = walks[0]
-    assert len(taken.calls) <= 250
+    assert len(taken.calls) <= 265
     assert len(taken.files) <= 22
     assert taken.changes <= 104
 
@@ -32,4 +32,4 @@ def test_a_policy_and_convolutions_make_it_longer_by_their_own_files(walks: list
     rooms = ("thresholds/", *gradients, "plan", "noise", "run_state", "saved_run")
     assert added
     assert all(file.startswith(rooms) for file in added), added
-    assert len(taken.calls) <= 400
+    assert len(taken.calls) <= 410

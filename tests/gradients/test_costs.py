@@ -63,7 +63,7 @@ def steps(problem: Problem, clipping: clipless.Clipping | None, kernels: Kernels
     private, batches = None, iter(lambda: (x, y), None)
     if clipping is not None:
         private = clipless.make_private(
-            model, optimizer, TensorDataset(x, y), noise_multiplier=1.0, delta=1e-3, batch_size=problem.batch, steps=99,
+            model, optimizer, TensorDataset(x, y), noise_multiplier=1.0, delta=1e-5, batch_size=problem.batch, steps=99,
             clipping=clipping, seed=1, kernels=kernels, loss_reduction="mean"
         )  # fmt: skip
         batches = iter(private.loader)  # type: ignore[assignment]

@@ -19,15 +19,15 @@ SABOTAGES = (
     Sabotage(
         "contents-not-compared",
         WATCH,
-        "            if not _equal(tensors[name].detach(), value):\n",
+        "            if not _equal(tensors[name].detach(), value) and not self.counters.accounts_for(name):\n",
         "            if False:\n",
         (f"{PROMISES}::test_a_forward_pass_that_writes_into_the_model_is_refused", MISUSE),
     ),
     Sabotage(
         "buffers-may-be-replaced",
         WATCH,
-        "            if tensors.get(name) is not buffer:\n",
-        "            if False:\n",
+        "if tensors.get(name) is not buffer]",
+        "if False]",
         (PROMISES, MISUSE),
     ),
     Sabotage(

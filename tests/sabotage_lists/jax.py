@@ -24,15 +24,15 @@ SABOTAGES = (
     Sabotage(
         "jax-rule-without-its-threshold",
         RULES,
-        "found = thresholds / (norms + rule.gamma)",
+        "found = _lowered(thresholds / (norms + rule.gamma))",
         "found = 1.0 / (norms + rule.gamma)",
         (FORMS,),
     ),
     Sabotage(
         "jax-rule-keeps-a-record-that-is-too-large",
         RULES,
-        "jnp.minimum(thresholds / norms, 1.0)",
-        "jnp.maximum(thresholds / norms, 1.0)",
+        "jnp.where(norms <= thresholds, 1.0, _lowered(thresholds / norms))",
+        "jnp.where(norms > thresholds, 1.0, _lowered(thresholds / norms))",
         (FORMS,),
     ),
     Sabotage(

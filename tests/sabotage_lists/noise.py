@@ -262,8 +262,8 @@ SABOTAGES = (
     Sabotage(
         "release-in-the-memory-of-the-sum",
         SOURCE,
-        "outs.append(torch.empty_like(here))",
-        "outs.append(here)",
+        "                outs.append(torch.empty_like(here))\n",
+        "                outs.append(here)\n",
         (f"{TESTS}/test_noise_sources.py::test_a_release_leaves_its_values_alone_and_lies_elsewhere",),
     ),
     Sabotage(
@@ -339,8 +339,8 @@ SABOTAGES = (
     Sabotage(
         "compiled-sums-in-one-long-run",
         "native/rows.c",
-        "if (records <= RUN) {",
-        "if (records <= 1073741824) {",
+        "#define RUN 64\n",
+        "#define RUN 1073741824\n",
         ("tests/gradients/forms/test_numbers.py::test_a_hundred_thousand_equal_records_add_up",),
     ),
     Sabotage(

@@ -16,8 +16,8 @@ SABOTAGES = (
     Sabotage(
         "weighted-sums-forget-what-was-there",
         "native/rows.c",
-        "!run && !sum->keeps",
-        "!run",
+        "        if (!keeps)\n",
+        "        if (1)\n",
         ("tests/native/test_build.py::test_every_compiled_function_is_there_and_passes_its_check",),
     ),
     Sabotage(
@@ -135,8 +135,8 @@ SABOTAGES = (
     Sabotage(
         "compiled-noise-of-something-else",
         "native/noise.c",
-        "noise[k] * stddev",
-        "noise[k]",
+        "noise[k] * stddev + (double)floats[k]",
+        "noise[k] + (double)floats[k]",
         ("tests/noise/test_normals.py::test_a_release_is_the_same_with_and_without_the_library",),
     ),
 )

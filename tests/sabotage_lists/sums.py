@@ -125,8 +125,8 @@ SABOTAGES = (
     Sabotage(
         "last-block-lost",
         SUMS,
-        "self.block.copy_(self.blocks.add_(self.block))",
-        "self.block.copy_(self.blocks)",
+        "        if self.records:\n            self._move()\n        return self.blocks\n",
+        "        return self.blocks\n",
         (f"{NUMBERS}::test_a_hundred_thousand_equal_records_add_up",),
     ),
     Sabotage(
@@ -146,8 +146,8 @@ SABOTAGES = (
     Sabotage(
         "parts-of-a-batch-overwrite-each-other",
         SUMS,
-        "            self.records += records\n            return 1\n",
-        "            self.records += records\n            return 0\n",
+        "self.records + records, rounding\n            return 1\n",
+        "self.records + records, rounding\n            return 0\n",
         ("tests/test_private.py::test_micro_batches_are_one_batch",),
     ),
     Sabotage(
@@ -209,8 +209,8 @@ SABOTAGES = (
     Sabotage(
         "abadi-lets-a-little-more-through",
         CLIPPING,
-        "(thresholds / norms).clamp(max=1.0)",
-        "(1.0005 * thresholds / norms).clamp(max=1.0)",
+        "_lowered(thresholds / norms).masked_fill_(",
+        "(1.0005 * thresholds / norms).masked_fill_(",
         (f"{RULES}::test_contribution_never_exceeds_threshold",),
     ),
     Sabotage(

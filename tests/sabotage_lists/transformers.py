@@ -9,20 +9,6 @@ PADDED, OPTIONS = (f"tests/integrations/test_transformers_{name}.py" for name in
 
 SABOTAGES = (
     Sabotage(
-        "transformers-padding-not-masked",
-        PADDING,
-        "and distance > allowed * length for",
-        "and distance < 0 for",
-        (f"{PADDED}::test_padding_that_is_not_masked_is_refused",),
-    ),
-    Sabotage(
-        "transformers-padding-at-random",
-        PADDING,
-        "            if not _is_padded(alone, together):\n                return\n",
-        "",
-        (f"{PADDED}::test_padding_that_makes_no_difference_is_allowed",),
-    ),
-    Sabotage(
         "transformers-settings-changed-later",
         TRAINER,
         "        refuse_settings(self.args, neftune_noise_alpha=self.neftune_noise_alpha)\n        if self.train_dataset",
@@ -32,16 +18,9 @@ SABOTAGES = (
     Sabotage(
         "transformers-tokens-of-the-batch",
         LOSSES,
-        "    return losses.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)\n",
-        "    return losses.sum(1) / (labels != IGNORED).sum().clamp(min=1)\n",
+        "        return self.values.sum(1) / self.counted.sum(1).clamp(min=1)\n",
+        "        return self.values.sum(1) / self.counted.sum().clamp(min=1)\n",
         (f"{RUNS}::test_three_steps_are_those_of_the_plain_loop_bit_for_bit",),
-    ),
-    Sabotage(
-        "transformers-other-loss",
-        OWN_LOSS,
-        "                if not agrees:\n",
-        "                if False:\n",
-        ("tests/integrations/test_transformers_losses.py",),
     ),
     Sabotage(
         "transformers-mean-is-clipped",

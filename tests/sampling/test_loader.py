@@ -391,7 +391,7 @@ def test_ranks_that_must_keep_in_step_have_the_same_number_of_parts(size: int) -
     parts: list[list[list[Tensor]]] = []
     for rank in range(ranks):
         sampler = PoissonSampler(source, 40, 0.1, share=(rank, ranks), in_step=True)
-        batches = PrivateLoader(fetcher(numbered(40), {}), sampler, 60, Indifferent()).microbatches(size)
+        batches = PrivateLoader(fetcher(numbered(40), {}), sampler, 60, Indifferent(), 1).microbatches(size)
         parts.append([[part[0] for part in batch] for batch in batches])
     alone = PoissonSampler(source, 40, 0.1)
     uneven = 0

@@ -265,6 +265,13 @@ class GroupInProgress:
     norms: Tensor | None = None
 
 
+def _terms(form: Form) -> int:
+    """How many terms of each record `form.add_to` adds one by one; the most frequent forms are not asked."""
+    if isinstance(form, OuterProducts):
+        return form.given_acts.shape[1] if form.given_acts.dim() == 3 else 1
+    return 1 if isinstance(form, Instantiated) else form.terms
+
+
 class RunningSum:
     """The sum of one parameter's clipped gradients over a logical batch, or a part of it of some `shape`.
 
@@ -314,10 +321,3 @@ class RunningSum:
             self.blocks = self.block.to(widest(self.block.device), copy=True)
         else:
             self.blocks += self.block
-
-
-def _terms(form: Form) -> int:
-    """How many terms of each record a sum of these gradients adds one by one."""
-    if isinstance(form, OuterProducts):
-        return form.given_acts.shape[1] if form.given_acts.dim() == 3 else 1
-    return form.terms

@@ -54,10 +54,13 @@ class NoiseSource:
             here = value.detach() if value.requires_grad else value
             if not (here.dtype is torch.float32 and here.is_cpu and here.is_contiguous()):
                 here = self._brought_here(here)
-            kind = here.dtype if types is None else torch.promote_types(types[number], torch.float32)
-            fits = fits and kind is torch.float32
+            if here.dtype is torch.float32:
+                outs.append(torch.empty_like(here))
+            else:
+                kind = here.dtype if types is None else torch.promote_types(types[number], torch.float32)
+                fits = fits and kind is torch.float32
+                outs.append(torch.empty_like(here, dtype=kind))
             sums.append(here)
-            outs.append(torch.empty_like(here, dtype=kind))
         key = self._keys.key(stream, step)
         fast = compiled()
         if fast and fits:

@@ -14,9 +14,9 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from clipless.errors import InvalidArgument
 
-Numbers = NDArray[np.int64]
+RecordNumbers = NDArray[np.int64]
 # From places in a data set, counted from 0, to the numbers of the records there.
-Numbering = Callable[[Numbers], Numbers]
+Numbering = Callable[[RecordNumbers], RecordNumbers]
 
 # Records of different data sets have numbers that lie so far apart.
 APART = 2**40
@@ -72,7 +72,7 @@ class Origins:
         starts, ends = np.asarray(rows, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)
         begins = ends - np.asarray(sizes, dtype=np.int64)
 
-        def numbered(places: Numbers) -> Numbers:
+        def numbered(places: RecordNumbers) -> RecordNumbers:
             which = np.searchsorted(ends, places, side="right")
             return starts[which] + places - begins[which]
 
@@ -94,21 +94,21 @@ def _address(part: Any) -> object:
     return next((buffer.address for buffer in reversed(part.buffers()) if buffer is not None), id(part))
 
 
-def _from_zero(subset: Subset[Any]) -> Numbers:
+def _from_zero(subset: Subset[Any]) -> RecordNumbers:
     """A subset's indices, those from the end too, counted from 0."""
     given: Any = subset.indices
     chosen = np.asarray(given.cpu() if isinstance(given, Tensor) else given, dtype=np.int64)
     return np.where(chosen < 0, chosen + len(subset.dataset), chosen)  # type: ignore[arg-type]
 
 
-def _chosen(inner: Numbering, chosen: Numbers) -> Numbering:
+def _chosen(inner: Numbering, chosen: RecordNumbers) -> Numbering:
     return lambda places: inner(chosen[places])
 
 
 def _joined(parts: Sequence[Numbering], ends: Sequence[int]) -> Numbering:
     """The numbering of data sets one after the other, which end at these places."""
 
-    def numbered(places: Numbers) -> Numbers:
+    def numbered(places: RecordNumbers) -> RecordNumbers:
         which, found, done = np.searchsorted(ends, places, side="right"), np.empty_like(places), 0
         order = np.argsort(which, kind="stable")
         counts = np.bincount(which, minlength=len(parts)).tolist()

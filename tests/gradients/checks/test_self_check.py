@@ -41,7 +41,7 @@ def run(
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     size = len(data[0])
     private = clipless.make_private(
-        model, optimizer, TensorDataset(*data), noise_multiplier=1.0, delta=1e-3, accountant="rdp", steps=steps, seed=1,
+        model, optimizer, TensorDataset(*data), noise_multiplier=1.0, delta=1e-5, accountant="rdp", steps=steps, seed=1,
         batch_size=batch_size or size, loss_reduction="sum", clipping=clipping,
     )  # fmt: skip
     try:
@@ -226,7 +226,7 @@ class Crossing(nn.Module):
         return self.last((x * self.scale).roll(1, 0) + x)
 
 
-MIXING = [Attends, Permutes, CentredData, CentredActivations, CentredConstants, CentredWithDropout, FirstConstant]
+MIXING = [Attends, CentredData, CentredActivations, CentredConstants, CentredWithDropout, FirstConstant]
 MIXING += [LongestConstant, DividedByTheirNumber, FirstRecord, Crossing]
 
 
@@ -243,6 +243,18 @@ def test_every_mixing_model_is_found_before_anything_is_released(
         run(model, data, per_record=per_record)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@MODES
+@pytest.mark.parametrize("records", [2, 5, 40])
+def test_records_that_are_sorted_and_put_back_keep_their_gradients(records: int, per_record: bool) -> None:
+    torch.manual_seed(0)
+    model, data = Permutes(), (torch.randn(records, 4), torch.randint(CLASSES, (records,)))
+    ours = clipless.clipped_sum(model, losses, data, "abadi")
+    theirs = clipless.oracle.clipped_sum(model, losses, data, "abadi")
+    for name, grad in theirs.grads.items():
+        torch.testing.assert_close(ours.grads[name], grad, rtol=1e-4, atol=1e-5)
+    assert run(model, data, per_record=per_record).ledger.steps == 2
 
 
 class Chaotic(nn.Module):

@@ -68,6 +68,7 @@ def private_steps(problem: Problem, data: MadeUp, clipping: Clipping) -> Runner:
         delta=1 / (10 * len(data)),
         steps=MANY_STEPS,
         clipping=clipping,
+        loss_reduction="mean",
     )
     batches = iter(private.loader.microbatches(len(data)))
 

@@ -75,6 +75,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Ten
         batch_size=len(x),
         steps=MANY_STEPS,
         clipping=clipping,
+        loss_reduction="mean",
     )
 
 

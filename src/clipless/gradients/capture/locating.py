@@ -13,7 +13,14 @@ from clipless.gradients.capture.frames import Frame
 from clipless.gradients.capture.layout import Place
 from clipless.gradients.capture.micro_batch import MicroBatch
 from clipless.gradients.capture.patterns import CallPattern
-from clipless.gradients.capture.rows import Located, Rows, is_single, rows_of_call, rows_of_operation, rows_of_results
+from clipless.gradients.capture.rows import (
+    Located,
+    TensorRows,
+    is_single,
+    rows_of_call,
+    rows_of_operation,
+    rows_of_results,
+)
 from clipless.gradients.capture.traced import located_shapes, refuse_mixing
 from clipless.gradients.records import broken_records
 from clipless.gradients.trees import Shapes, plain_tensors
@@ -65,7 +72,9 @@ def _locate_rows(pattern: CallPattern, frame: Frame, shapes: Shapes, out_shapes:
         out_dims = tuple(0 if shape else None for shape in out_shapes)
     own = pattern.layout.has_own_rows(frame.place, shapes, frame.dims, records)
     try:
-        found = rows_of_call(frame.layer, Rows(shapes, frame.dims, own), Rows(out_shapes, out_dims), records)
+        found = rows_of_call(
+            frame.layer, TensorRows(shapes, frame.dims, own), TensorRows(out_shapes, out_dims), records
+        )
     except UnsupportedModule:
         pattern.forget()
         raise

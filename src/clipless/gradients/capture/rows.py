@@ -24,7 +24,7 @@ from clipless.gradients.trees import Dims, Shapes
 ROWS_TOLERANCE = 1e-3
 
 
-class Rows(NamedTuple):
+class TensorRows(NamedTuple):
     """The shapes of some tensors, the dimension along which each has rows, and whether these are not the records."""
 
     shapes: Shapes
@@ -56,7 +56,7 @@ class LocatedCall(NamedTuple):
     by_record: tuple[bool, ...] = ()
 
 
-def rows_of_call(layer: Layer, inputs: Rows, outputs: Rows, records: int) -> LocatedCall:
+def rows_of_call(layer: Layer, inputs: TensorRows, outputs: TensorRows, records: int) -> LocatedCall:
     """Where the rows of a call lie, by what its layer reads as the batch; in a module without a rule by what probes found.
 
     Raises if the numbers disagree. A call on an unbatched input is a single row.
@@ -74,7 +74,7 @@ def rows_of_call(layer: Layer, inputs: Rows, outputs: Rows, records: int) -> Loc
     return found
 
 
-def _rows_without_rule(inputs: Rows, outputs: Rows, records: int) -> LocatedCall | None:
+def _rows_without_rule(inputs: TensorRows, outputs: TensorRows, records: int) -> LocatedCall | None:
     sizes, given = outputs.sizes(), inputs.sizes(inputs.own)
     if len(sizes) != 1 or None in outputs.dims or not (given <= sizes or records == 1):
         return None
@@ -82,7 +82,7 @@ def _rows_without_rule(inputs: Rows, outputs: Rows, records: int) -> LocatedCall
     return LocatedCall(dims, outputs.dims, sizes.pop(), tuple(not own for own in inputs.own))
 
 
-def _rows_of_layer(module: nn.Module, inputs: Rows, outputs: Rows) -> LocatedCall | None:
+def _rows_of_layer(module: nn.Module, inputs: TensorRows, outputs: TensorRows) -> LocatedCall | None:
     shapes, out_shapes = inputs.shapes, outputs.shapes
     ranks, out_ranks = tuple(map(len, shapes)), tuple(map(len, out_shapes))
     if isinstance(module, nn.EmbeddingBag):
@@ -94,8 +94,8 @@ def _rows_of_layer(module: nn.Module, inputs: Rows, outputs: Rows) -> LocatedCal
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         packed = is_packed(module, ranks)
         dims, out_dims = (batch_dims(module, every, packed) for every in (ranks, out_ranks))
-    sizes = Rows(out_shapes, out_dims).sizes()
-    if len(sizes) != 1 or None in out_dims or not Rows(shapes, dims).sizes() <= sizes:
+    sizes = TensorRows(out_shapes, out_dims).sizes()
+    if len(sizes) != 1 or None in out_dims or not TensorRows(shapes, dims).sizes() <= sizes:
         return None
     return LocatedCall(dims, out_dims, sizes.pop())
 

@@ -21,7 +21,7 @@ from clipless.random_state import same_random_state
 
 # Relative to the larger of both sums; what the parameter adds to the whole gradient below the floor is rounding. Sums that
 # went through 16 bits keep three digits.
-TOLERANCE, HALF_TOLERANCE, FLOOR = 1e-3, 5e-2, 1e-5
+TOLERANCE, HALF_TOLERANCE, FLOOR, HALF_FLOOR = 1e-3, 5e-2, 1e-5, 1e-3
 # A batch of another size is rounded otherwise, and a unit at the edge of a ReLU makes a jump of it. What differs by less
 # than this is compared once more with as many rows as there were; a gradient that depends on their number differs by more.
 NEARLY = 5e-2
@@ -94,7 +94,7 @@ def differing(
         ours, theirs = totals.get(name), plain.pop(name, None)
         apart = _length(ours if theirs is None else theirs if ours is None else theirs.to(ours.dtype) - ours)
         size = max(_length(ours), lengths.get(name, 0.0))
-        if apart > tolerance * size + FLOOR * everything:
+        if apart > tolerance * size + (HALF_FLOOR if half else FLOOR) * everything:
             lost[name] = apart / size
     return lost
 

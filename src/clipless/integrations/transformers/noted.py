@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from clipless.errors import InvalidArgument
 from clipless.integrations.transformers.losses import REMEDY
 
-RecordLosses = Callable[[nn.Module, Any], Any]
+LossFunctionOfParts = Callable[[nn.Module, Any], Any]
 
 
 class NotedLosses:
     """Adds up the losses of several micro-batches, each the first time that they are computed."""
 
-    def __init__(self, function: RecordLosses, prepare: Callable[[Any], Any]) -> None:
+    def __init__(self, function: LossFunctionOfParts, prepare: Callable[[Any], Any]) -> None:
         self._function, self._prepare = function, prepare
         self._parts: list[Tensor] = []
 
@@ -26,7 +26,7 @@ class NotedLosses:
         """The sum of all losses."""
         return torch.stack(self._parts).sum() if self._parts else torch.zeros(())
 
-    def of_next_part(self) -> RecordLosses:
+    def of_next_part(self) -> LossFunctionOfParts:
         """The function for one micro-batch."""
         number = len(self._parts)
 

@@ -13,7 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from clipless.errors import CliplessError, InvalidArgument, InvalidType, MissingLibrary, Misuse
 from clipless.gradients import Kernels
 from clipless.integrations.transformers.losses import decoder_inputs, record_losses, split_labels
-from clipless.integrations.transformers.noted import NotedLosses, RecordLosses
+from clipless.integrations.transformers.noted import LossFunctionOfParts, NotedLosses
 from clipless.integrations.transformers.own_loss import shift_of_loss
 from clipless.integrations.transformers.settings import refuse_settings, warn_of_training_records
 from clipless.integrations.transformers.turns import Turn, Turns, loader_of
@@ -249,7 +249,7 @@ class PrivateTrainer(Trainer):
         return type(self).compute_record_losses is not PrivateTrainer.compute_record_losses
 
     @property
-    def _function(self) -> RecordLosses:
+    def _function(self) -> LossFunctionOfParts:
         """What computes the losses in training: a subclass' own `compute_loss`, if it has no `compute_record_losses`."""
         own_loss = type(self).compute_loss is not type(self)._evaluation_loss
         return self.compute_loss if own_loss and not self._has_own_losses else self.compute_record_losses
