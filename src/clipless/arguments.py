@@ -127,7 +127,7 @@ def large_delta_note(delta: float, records: int) -> str | None:
     """A warning if delta is above 1/(10 N); None otherwise. Publishing each record as it is with probability delta
     satisfies (0, delta)-differential privacy.
 
-    >>> large_delta_note(1e-6, 60_000), large_delta_note(1e-5, 60_000)[:49]
+    >>> large_delta_note(1e-6, 60_000), large_delta_note(1e-5, 60_000)[:48]
     (None, 'delta=1e-05 is above 1/(10 N) for N=60000: a run')
     """
     if not (isinstance(delta, float) and 1 / (10 * records) < delta < 1):

@@ -11,8 +11,8 @@ SABOTAGES = (
     Sabotage(
         "totals-with-a-thousandfold-tolerance",
         TOTALS,
-        "TOLERANCE, HALF_TOLERANCE, FLOOR = 1e-3, 5e-2, 1e-5",
-        "TOLERANCE, HALF_TOLERANCE, FLOOR = 1.0, 50.0, 1e-2",
+        "TOLERANCE, HALF_TOLERANCE, FLOOR, HALF_FLOOR = 1e-3, 5e-2, 1e-5, 1e-3",
+        "TOLERANCE, HALF_TOLERANCE, FLOOR, HALF_FLOOR = 1.0, 50.0, 1e-2, 1e-2",
         (f"{TESTS}::test_a_gradient_is_there_or_refused_by_name", TESTS),
     ),
     Sabotage(
