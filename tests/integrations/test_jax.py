@@ -231,7 +231,7 @@ def test_gradients_that_are_not_of_the_open_batch_are_refused() -> None:
         optimizer.update(None, state, params)
     with pytest.raises(Misuse, match="another number of rows than the batch"):
         optimizer.update(jax.tree_util.tree_map(lambda leaf: leaf[:5], rows), state, params)
-    with pytest.raises(InvalidArgument, match="one row per record is expected"):
+    with pytest.raises(InvalidArgument, match="does not have one row per record"):
         optimizer.update(jax.tree_util.tree_map(lambda leaf: leaf.sum(0), rows), state, params)
     with pytest.raises(InvalidType, match="another structure than the parameters"):
         optimizer.update(rows[:1], state, params)

@@ -116,7 +116,7 @@ def test_half_precision_is_summed_in_float32() -> None:
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
-        ({"w": jnp.ones((3, 2)), "b": jnp.ones((4,))}, InvalidArgument, "one row per record is expected"),
+        ({"w": jnp.ones((3, 2)), "b": jnp.ones((4,))}, InvalidArgument, "does not have one row per record"),
         ({"w": jnp.ones((3, 2), jnp.int32)}, InvalidType, "'w' is int32: only arrays of real floating-point numbers"),
         ({}, InvalidArgument, "no parameter to train"),
     ],

@@ -16,7 +16,7 @@ import clipless
 from clipless.accounting import joint_multiplier
 from clipless.clipping import CLIPPINGS
 from clipless.integrations.opacus import ClippedOptimizer, clip_with
-from clipless.plan import noise_stddevs
+from clipless.plan import RESERVE, noise_stddevs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
@@ -232,7 +232,7 @@ def test_noise_has_the_threshold_before_the_step() -> None:
         gradient = optimizer._multipliers()[1]
         backward(module, optimizer, *data_of(BATCH))
         optimizer.step()
-        assert seen[0] == pytest.approx(gradient * before)
+        assert seen[0] == pytest.approx(gradient * before * (1 + RESERVE))
 
 
 def test_virtual_batches_are_one_batch() -> None:

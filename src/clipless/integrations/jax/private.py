@@ -83,7 +83,7 @@ def make_private(
         schedule=how,
         groups=groups,
         dimensions=tuple(sum(numbers[name] for name in members) for members in groups.members),
-        loss_reduction="mean",
+        loss_reduction=None,
         noise=chosen_noise(noise, seed),
     )
     fetch = ArrayFetcher(arrays, usual_rows(plan.expected_batch, plan.population), size)
